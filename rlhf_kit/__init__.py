@@ -1,0 +1,42 @@
+"""PPO for language models on one frozen base.
+
+The names below are loaded on first use (PEP 562), so that `import rlhf_kit.functional` needs torch and nothing else.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf_kit.config import PPOConfig
+    from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
+    from rlhf_kit.packaged import resolve_model
+    from rlhf_kit.report import run_summary
+    from rlhf_kit.trainer import PPOTrainer
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AutoModelForCausalLMWithValueHead": "rlhf_kit.modeling",
+    "PPOConfig": "rlhf_kit.config",
+    "PPOTrainer": "rlhf_kit.trainer",
+    "resolve_model": "rlhf_kit.packaged",
+    "run_summary": "rlhf_kit.report",
+}
+
+__all__ = [
+    "AutoModelForCausalLMWithValueHead",
+    "PPOConfig",
+    "PPOTrainer",
+    "resolve_model",
+    "run_summary",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'rlhf_kit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]
