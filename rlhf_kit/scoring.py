@@ -1,0 +1,90 @@
+"""Forward passes over finished sequences: exact positions, no dropout, LM head on completion tokens only.
+
+Everything about architecture is left to transformers: hidden states are what the LM head is fed and logits what the
+model returns, so logit scaling, soft-capping and the like need no code here.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def completion_outputs(
+    model: nn.Module, causal_lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, completion_length: int
+) -> tuple[Tensor, Tensor]:
+    """Logits (B, T, V) and LM-head inputs (B, T, d) at the positions that choose completion tokens."""
+    last = input_ids.shape[1] - 1
+    positions = torch.arange(last - completion_length, last, device=input_ids.device)  # (T,) = P - 1 ... P + T - 2
+    kwargs = position_ids(causal_lm, attention_mask)
+    keeps = "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
+    if keeps:
+        kwargs["logits_to_keep"] = positions
+    with lm_head_input(causal_lm) as captured:
+        logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs).logits
+    hidden = captured[0]
+    return (logits, hidden) if keeps else (logits[:, positions], hidden[:, positions])
+
+
+def position_ids(causal_lm: PreTrainedModel, attention_mask: Tensor) -> dict[str, Tensor]:
+    """Positions that count real tokens only, for models that take them: left padding then changes nothing."""
+    if "position_ids" not in inspect.signature(causal_lm.forward).parameters:
+        return {}
+    return {"position_ids": (attention_mask.long().cumsum(-1) - 1).clamp(min=0)}
+
+
+@contextmanager
+def lm_head_input(causal_lm: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """Collects what the LM head is fed: the final normalised hidden state, at the positions it is applied to."""
+    captured: list[Tensor] = []
+    hook = causal_lm.get_output_embeddings().register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+    try:
+        yield captured
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; each module's own mode again outside."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def checkpointed_layers(causal_lm: PreTrainedModel, enabled: bool) -> Iterator[None]:
+    """Checkpoint every decoder layer. transformers' own switch works in train mode only, which would add dropout."""
+    layers = [m for m in causal_lm.modules() if isinstance(m, GradientCheckpointingLayer)] if enabled else []
+    if enabled and not layers:
+        raise ValueError(f"{type(causal_lm).__name__} has no layers that support gradient checkpointing: turn it off.")
+    replaced = [layer.__dict__.get("forward") for layer in layers]  # hooks of accelerate live there
+    for layer in layers:
+        layer.forward = partial(_checkpointed_forward, layer, layer.forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, replaced, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _checkpointed_forward(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_dropout(layer):  # the backward pass runs this again, when the model may be in train mode
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)

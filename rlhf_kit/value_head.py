@@ -1,0 +1,43 @@
+"""The critic's last layer: one number per position from the final normalised hidden state."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+
+class ValueHead(nn.Module):
+    """Maps hidden states to values, in float32 whatever the model computes in.
+
+        linear: d -> 1                    d + 1 parameters
+        mlp:    d -> 4d -> ReLU -> 1      (d + 1) 4d + 4d + 1 parameters
+
+    The output layer starts at zero, so every value is 0 until the first optimizer step.
+
+    Args:
+        hidden_size: d, the width of the hidden state that the LM head reads.
+        kind: "linear" or "mlp".
+
+    Raises:
+        ValueError: another kind.
+    """
+
+    def __init__(self, hidden_size: int, kind: Literal["linear", "mlp"] = "linear"):
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.kind = kind
+        if kind == "linear":
+            self.layers = nn.Sequential(nn.Linear(hidden_size, 1))
+        elif kind == "mlp":
+            self.layers = nn.Sequential(
+                nn.Linear(hidden_size, 4 * hidden_size), nn.ReLU(), nn.Linear(4 * hidden_size, 1)
+            )
+        else:
+            raise ValueError(f"value_head must be 'linear' or 'mlp', got {kind!r}.")
+        nn.init.zeros_(self.layers[-1].weight)
+        nn.init.zeros_(self.layers[-1].bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., d) hidden states of any float dtype -> (...) float32 values, in score units."""
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return self.layers(hidden_states.to(self.layers[-1].weight.dtype)).squeeze(-1)
