@@ -1,9 +1,9 @@
 """Prompts: from a dataset in one of TRL's formats to token ids, in an order that depends on the seed alone.
 
-A dataset row gives its prompt as text, as chat messages (the tokenizer's chat template is applied) or, by option, as the
-first tokens of a raw "text" column. All other columns are kept and stay aligned with the prompt: reward functions get
-them. Everything is tokenised and checked when the trainer is built, so a prompt that cannot be used is reported before
-any weight changes. Masks come from lengths, never from comparing ids with the pad id: pad is often EOS.
+A dataset row gives its prompt as text, as chat messages (the tokenizer's chat template is applied) or, by option, as
+the first tokens of a raw "text" column. All other columns are kept and stay aligned with the prompt: reward functions
+get them. Everything is tokenised and checked when the trainer is built, so a prompt that cannot be used is reported
+before any weight changes. Masks come from lengths, never from comparing ids with the pad id: pad is often EOS.
 """
 
 from collections.abc import Sequence
@@ -77,8 +77,8 @@ class PromptDataset:
     ):
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or isinstance(dataset, dict):
             raise TypeError(
-                f"the dataset must be a datasets.Dataset or a list of dicts, got {type(dataset).__name__}. Of a dataset "
-                "dict pass one split; of a streaming dataset, Dataset.from_list(list(stream.take(n)))."
+                f"the dataset must be a datasets.Dataset or a list of dicts, got {type(dataset).__name__}. Of a "
+                "dataset dict pass one split; of a streaming dataset, Dataset.from_list(list(stream.take(n)))."
             )
         if len(dataset) == 0:
             raise ValueError("the dataset has no rows.")
@@ -148,8 +148,9 @@ class PromptDataset:
         if max_prompt_length is not None and n > max_prompt_length:
             over = sum(length > max_prompt_length for length in lengths)
             raise ValueError(
-                f"{over} of {len(self)} prompts are longer than max_prompt_length={max_prompt_length} tokens, the longest "
-                f"({n}) in row {longest}: raise it, remove these rows, or set truncate_prompts to keep the last tokens."
+                f"{over} of {len(self)} prompts are longer than max_prompt_length={max_prompt_length} tokens, the "
+                f"longest ({n}) in row {longest}: raise it, remove these rows, or set truncate_prompts to keep their "
+                "last tokens."
             )
         if context is not None and n + completion > context:
             raise ValueError(
@@ -164,7 +165,8 @@ def _limit(max_prompt_length: int | None, truncate: bool, completion: int, conte
     room = None if context is None else context - completion
     if truncate and room is not None and room < 1:
         raise ValueError(
-            f"max_completion_length={completion} leaves no room for a prompt in the model's context of {context} tokens."
+            f"max_completion_length={completion} leaves no room for a prompt in the model's context of {context} "
+            "tokens: lower it."
         )
     return min((limit for limit in (max_prompt_length, room) if limit is not None), default=None)
 

@@ -51,6 +51,24 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def to(self, device: torch.device | str) -> "Rollout":
+        """The same rollout with its tensors on another device."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: tensor.to(device) for name, tensor in value.items()}
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        return Rollout(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
+
+    def head(self, count: int) -> "Rollout":
+        """The first `count` completions."""
+
+        def first(value: Any) -> Any:
+            return {n: t[:count] for n, t in value.items()} if isinstance(value, dict) else value[:count]
+
+        return Rollout(**{f.name: first(getattr(self, f.name)) for f in fields(self)})
+
     def tokens(self, rows: Tensor | slice) -> dict[str, Tensor]:
         """Ids and masks of some rows, as `trimmed_inputs` takes them."""
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
@@ -178,7 +196,7 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
             return torch.cat([torch.nn.functional.pad(v, (prompt_width - v.shape[1], 0)) for v in values])
         return torch.cat([torch.nn.functional.pad(v, (0, completion_width - v.shape[1])) for v in values])
 
-    return Rollout(**{field.name: joined(field.name) for field in fields(Rollout)})
+    return Rollout(**{f.name: joined(f.name) for f in fields(Rollout)})
 
 
 # Targets

@@ -142,5 +142,10 @@ def seeded(*key: int, device: torch.device) -> Iterator[None]:
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int(np.random.default_rng(key).integers(2**63)))
+        torch.manual_seed(seed_from(*key))
         yield
+
+
+def seed_from(*key: int) -> int:
+    """One seed from several numbers, well mixed."""
+    return int(np.random.default_rng(key).integers(2**63))

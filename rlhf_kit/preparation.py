@@ -1,0 +1,157 @@
+"""Building the parts of a trainer from what the user gave, and refusing what cannot work before anything is changed."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast
+from peft import PeftConfig
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from rlhf_kit.callbacks import LOG_FILE
+from rlhf_kit.config import PPOConfig
+from rlhf_kit.modeling import VALUE_HEAD_FILE, AutoModelForCausalLMWithValueHead
+from rlhf_kit.packaged import resolve_model
+
+SUPPORTED_PROCESSES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def refuse_used_folder(folder: Path) -> None:
+    """Raise `ValueError` if the folder holds a run or a model, which this run would mix with or overwrite."""
+    files = (LOG_FILE, VALUE_HEAD_FILE, "adapter_config.json", "model.safetensors")
+    found = [name for name in files if (folder / name).exists()]
+    if found:
+        raise ValueError(
+            f"output_dir {str(folder)!r} already holds {found}: choose another output_dir, or move that folder away. "
+            "Nothing was changed."
+        )
+
+
+def make_accelerator(args: PPOConfig) -> Accelerator:
+    """The `Accelerator` of the launch, if it is one that this trainer supports.
+
+    Raises:
+        ValueError: fp16, sharding, gradient accumulation, or more processes than prompts.
+    """
+    accelerator = Accelerator(log_with=args.report_to, project_dir=args.output_dir if args.report_to else None)
+    if accelerator.distributed_type not in SUPPORTED_PROCESSES:
+        raise ValueError(
+            f"distributed type {accelerator.distributed_type.value} is not supported: launch one process per device "
+            "without FSDP, DeepSpeed or Megatron."
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed_precision={accelerator.mixed_precision!r} is not supported: its range is too small for "
+            "probability ratios. Launch with bf16 or no mixed precision."
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} of the launch has no meaning here: "
+            "set PPOConfig.mini_batch_size (per optimizer step) and micro_batch_size (per forward pass) instead."
+        )
+    if args.num_prompts_per_iteration() < accelerator.num_processes:
+        raise ValueError(
+            f"{args.num_prompts_per_iteration()} prompts per iteration are too few for {accelerator.num_processes} "
+            "processes: raise rollout_batch_size."
+        )
+    return accelerator
+
+
+def build_model(
+    model: Any, args: PPOConfig, peft_config: PeftConfig | None, accelerator: Accelerator
+) -> AutoModelForCausalLMWithValueHead:
+    """The model with value head, on its device, equal in all processes, and with something to train.
+
+    Raises:
+        ValueError: settings that do not fit a loaded model, or a policy that cannot be trained.
+    """
+    loading: dict[str, Any] = {"load_in_8bit": args.load_in_8bit, "load_in_4bit": args.load_in_4bit}
+    if args.dtype != "auto":
+        loading["dtype"] = args.dtype
+    if isinstance(model, AutoModelForCausalLMWithValueHead):
+        given = [name for name, value in {**loading, "peft_config": peft_config}.items() if value]
+        if given:
+            raise ValueError(f"{given} cannot be applied to a model with value head: set them when making it.")
+        if model.v_head.kind != args.value_head:
+            raise ValueError(
+                f"the model has a {model.v_head.kind!r} value head, but args.value_head={args.value_head!r}: set "
+                f"PPOConfig(value_head={model.v_head.kind!r})."
+            )
+    else:
+        if isinstance(model, str | Path) and any((args.load_in_8bit, args.load_in_4bit)):
+            loading["device_map"] = {"": accelerator.device}
+        model = AutoModelForCausalLMWithValueHead.from_pretrained(
+            model, peft_config=peft_config, value_head=args.value_head, **loading
+        )
+    _refuse_untrainable(model)
+    if not getattr(model.causal_lm, "is_quantized", False):  # a quantised model is on its device already
+        model.to(accelerator.device)
+    if accelerator.num_processes > 1:
+        for _, parameter in model.trainable_parameters():
+            broadcast(parameter.data)
+    return model
+
+
+def _refuse_untrainable(model: AutoModelForCausalLMWithValueHead) -> None:
+    policy = [(name, p) for name, p in model.pretrained_model.named_parameters() if p.requires_grad]
+    if not policy:
+        raise ValueError(
+            "the policy has nothing to train: all its parameters are frozen. Pass peft_config=LoraConfig(...), or load "
+            "the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
+        )
+    half = [name for name, p in policy if p.dtype == torch.float16]
+    if half:
+        raise ValueError(
+            f"{len(half)} trainable parameters are float16, e.g. {half[0]}: updates smaller than its resolution are "
+            "lost and gradients overflow. Load with dtype='bfloat16' or 'float32', or train LoRA adapters."
+        )
+    if not model.is_peft_model and getattr(model.causal_lm, "is_quantized", False):
+        raise ValueError("a quantised base cannot be trained itself: pass peft_config=LoraConfig(...).")
+
+
+def load_tokenizer(source: Any, model: AutoModelForCausalLMWithValueHead) -> PreTrainedTokenizerBase:
+    """The tokenizer from where the model came from.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    name = resolve_model(str(source)) if isinstance(source, str | Path) else model.config.name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer was found at {name!r}: pass processing_class=<your tokenizer>.") from error
+
+
+def id_lists(name: str, tensors: Any) -> list[list[int]]:
+    """Token ids given as tensors or lists, as lists.
+
+    Raises:
+        ValueError: one that is not one-dimensional and of integers, or is empty.
+    """
+    rows = []
+    for i, tensor in enumerate(tensors):
+        tensor = torch.as_tensor(tensor)
+        if tensor.ndim != 1 or tensor.is_floating_point() or len(tensor) == 0:
+            raise ValueError(
+                f"{name}[{i}] must be a tensor of token ids of shape (n,) with n >= 1 (a completion holds at least its "
+                f"end token), got shape {tuple(tensor.shape)}, {tensor.dtype}."
+            )
+        rows.append(tensor.tolist())
+    return rows
+
+
+def checked_scores(scores: Any, count: int) -> Tensor:
+    """Scores given as a tensor or a list of numbers, as (count,) float32.
+
+    Raises:
+        ValueError: a wrong number of them, or one that is not finite.
+    """
+    tensor = torch.tensor([float(score) for score in scores], dtype=torch.float32)
+    if len(tensor) != count:
+        raise ValueError(f"{len(tensor)} scores were given for {count} responses.")
+    bad = (~tensor.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(f"scores[{bad[0]}] is {float(tensor[bad[0]])}: scores must be finite numbers.")
+    return tensor

@@ -1,0 +1,51 @@
+"""The progress of a run, in one place: all that a checkpoint needs besides weights and optimizer moments."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from transformers import TrainerState
+
+
+@dataclass
+class RunningMoments:
+    """Count, mean and sum of squared deviations of all numbers seen (Welford's update, in float64)."""
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    def update(self, x: Tensor) -> float:
+        """Take in the elements of x.
+
+        Returns:
+            The biased standard deviation of everything seen so far.
+        """
+        x = x.detach().double()
+        n, mean = x.numel(), float(x.mean())
+        delta, total = mean - self.mean, self.count + n
+        self.m2 += float((x - mean).square().sum()) + delta**2 * self.count * n / total
+        self.mean += delta * n / total
+        self.count = total
+        return float((self.m2 / self.count) ** 0.5)
+
+
+@dataclass
+class PPOState(TrainerState):
+    """Everything about the progress of a run that is not a weight or an optimizer moment.
+
+    Attributes:
+        iteration: iterations finished.
+        num_iterations: iterations planned.
+        episodes: completions learned from.
+        kl_coef: coefficient of the next iteration.
+        score_moments: of all scores so far, for `scale_scores`.
+        nonfinite_iterations: iterations in a row, up to now, in which an optimizer step was skipped.
+        global_step, log_history, is_world_process_zero: as in transformers.
+    """
+
+    iteration: int = 0
+    num_iterations: int = 0
+    episodes: int = 0
+    kl_coef: float = 0.0
+    score_moments: RunningMoments = field(default_factory=RunningMoments)
+    nonfinite_iterations: int = 0

@@ -1,0 +1,160 @@
+"""The learning phase: epochs of shuffled mini-batches on one rollout, one optimizer step each.
+
+All processes hold the whole rollout. Each takes every n-th row of a mini-batch, losses are divided by the mini-batch's
+global number of tokens, and gradients are summed: neither the micro-batch size nor the number of processes changes a
+gradient.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from transformers import get_scheduler
+
+from rlhf_kit.config import PPOConfig
+from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
+from rlhf_kit.objective import ppo_loss
+from rlhf_kit.rollout import Rollout, Targets
+from rlhf_kit.sampling import seed_from
+
+
+@dataclass
+class _Log:
+    """What the mini-batches of one iteration did."""
+
+    sums: dict[str, float] = field(default_factory=dict)  # over the tokens of the applied steps
+    tokens: int = 0
+    ratio_error: float | None = None  # largest |ratio - 1| of the first mini-batch, when nothing has moved yet
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    stopped: bool = False
+
+    def add(self, sums: dict[str, float], tokens: int, grad_norm: float) -> None:
+        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
+        self.tokens += tokens
+        self.grad_norms.append(grad_norm)
+
+    def metrics(self) -> dict[str, float]:
+        steps = len(self.grad_norms)
+        return {name: value / self.tokens for name, value in self.sums.items()} | {
+            "grad_norm": sum(self.grad_norms) / steps if steps else 0.0,
+            "initial_ratio_error": self.ratio_error or 0.0,
+            "optimizer_steps": float(steps),
+            "skipped_steps": float(self.skipped),
+            "stopped_early": float(self.stopped),
+        }
+
+
+class Updater:
+    """Optimizer, learning-rate schedule and the loop over mini-batches.
+
+    Args:
+        model: its trainable parameters are updated; the value head has its own learning rate.
+        args: sizes, optimizer and objective.
+        accelerator: processes and autocast.
+
+    Attributes:
+        optimizer: AdamW with two groups, policy and value head.
+        lr_scheduler: one step per planned optimizer step.
+    """
+
+    def __init__(self, model: AutoModelForCausalLMWithValueHead, args: PPOConfig, accelerator: Accelerator):
+        self._model, self._args, self._accelerator = model, args, accelerator
+        head = list(model.v_head.parameters())
+        policy = [p for p in model.pretrained_model.parameters() if p.requires_grad]
+        value_rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
+        self.optimizer = torch.optim.AdamW(
+            [{"params": policy, "lr": args.learning_rate}, {"params": head, "lr": value_rate}],
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+        )
+        steps = args.optimizer_steps_per_iteration()
+        warmup = {"num_warmup_steps": args.warmup_iterations * steps} if args.lr_scheduler_type != "constant" else {}
+        self.lr_scheduler = get_scheduler(
+            args.lr_scheduler_type, self.optimizer, num_training_steps=args.num_iterations * steps, **warmup
+        )
+
+    def __call__(self, rollout: Rollout, targets: Targets, *, kl_coef: float, iteration: int) -> dict[str, float]:
+        """Update on one rollout.
+
+        Args:
+            rollout: of all processes.
+            targets: computed from it.
+            kl_coef: coefficient in force.
+            iteration: fixes, with the seed, how mini-batches are drawn.
+
+        Returns:
+            Losses and diagnostics as means over the tokens of all optimizer steps, and counts of steps.
+        """
+        shuffle = torch.Generator().manual_seed(seed_from(self._args.seed, iteration))
+        log = _Log()
+        rates = self.lr_scheduler.get_last_lr()
+        for _ in range(self._args.ppo_epochs):
+            for rows in torch.randperm(len(rollout), generator=shuffle).split(self._args.mini_batch_size):
+                if not log.stopped:
+                    rates = self.lr_scheduler.get_last_lr()
+                    self._step(rollout, targets, rows.to(rollout.scores.device), kl_coef, log)
+                self.lr_scheduler.step()  # also for steps left out, so that the schedule keeps its time
+        return log.metrics() | {"learning_rate": rates[0], "value_learning_rate": rates[1]}
+
+    def _step(self, rollout: Rollout, targets: Targets, rows: Tensor, kl_coef: float, log: _Log) -> None:
+        """Gradient of one mini-batch, then the optimizer step, unless it went too far or is not finite."""
+        tokens = int(rollout.completion_mask[rows].sum())
+        sums, ratio_error = self._backward(rollout, targets, rows, kl_coef, tokens)
+        if log.ratio_error is None:
+            log.ratio_error = ratio_error
+        if self._args.max_approx_kl is not None and sums["approx_kl"] / tokens > self._args.max_approx_kl:
+            log.stopped = True
+        else:
+            grad_norm = float(clip_grad_norm_(self._parameters(), self._args.max_grad_norm or math.inf))
+            if math.isfinite(grad_norm) and math.isfinite(sums["loss"]):
+                self.optimizer.step()
+                log.add(sums, tokens, grad_norm)
+            else:
+                log.skipped += 1
+        self.optimizer.zero_grad()
+
+    def _backward(
+        self, rollout: Rollout, targets: Targets, rows: Tensor, kl_coef: float, tokens: int
+    ) -> tuple[dict[str, float], float]:
+        """Accumulate the gradient over micro-batches and processes; sums over tokens and the largest |ratio - 1|."""
+        sums: dict[str, float] = {}
+        ratio_error = 0.0
+        mine = rows[self._accelerator.process_index :: self._accelerator.num_processes]
+        for micro in mine.split(self._args.micro_batch_size) if len(mine) else ():
+            loss, parts, error = ppo_loss(
+                self._model,
+                rollout,
+                targets,
+                micro,
+                self._args,
+                kl_coef=kl_coef,
+                autocast=self._accelerator.autocast,
+            )
+            (loss / tokens).backward()
+            parts["loss"] = loss.detach()
+            sums = {name: sums.get(name, 0.0) + float(value) for name, value in parts.items()}
+            ratio_error = max(ratio_error, float(error))
+        if self._accelerator.num_processes == 1:
+            return sums, ratio_error
+        self._sum_gradients()
+        everyone: list[Any] = gather_object([(sums, ratio_error)])
+        names = {name: None for part, _ in everyone for name in part}
+        return {n: sum(part.get(n, 0.0) for part, _ in everyone) for n in names}, max(e for _, e in everyone)
+
+    def _sum_gradients(self) -> None:
+        """Add up gradients over processes in one message. A parameter without gradient counts as zero."""
+        parameters = self._parameters()
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+        flat = self._accelerator.reduce(flat, "sum")
+        for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = grad.view_as(p).to(p.dtype)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
