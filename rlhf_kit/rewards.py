@@ -54,12 +54,12 @@ class RewardFunctions:
         for i, func in enumerate(self._funcs):
             if isinstance(func, nn.Module) or not callable(func):
                 raise TypeError(
-                    f"reward_funcs[{i}] must be a function (prompts, completions, completion_ids, **columns) -> list of "
-                    f"floats, got {type(func).__name__}. Wrap a reward model in such a function."
+                    f"reward_funcs[{i}] must be a function (prompts, completions, completion_ids, **columns) -> list "
+                    f"of floats, got {type(func).__name__}. Wrap a reward model in such a function."
                 )
         if weights is not None and len(weights) != len(self._funcs):
             raise ValueError(
-                f"reward_weights has {len(weights)} entries for {len(self._funcs)} reward functions: give one for each."
+                f"reward_weights has {len(weights)} entries for {len(self._funcs)} reward functions: give one each."
             )
         self._weights = torch.tensor([1.0] * len(self._funcs) if weights is None else list(weights))
         self.names = _unique([_name(func) for func in self._funcs])
@@ -141,7 +141,7 @@ class RewardFunctions:
             missing = [p for p in _required_parameters(func) if p not in known]
             if missing:
                 raise ValueError(
-                    f"reward function {name!r} needs {missing}, but the dataset has the columns {sorted(column_names)}."
+                    f"reward function {name!r} needs {missing}, but the dataset's columns are {sorted(column_names)}."
                 )
 
 

@@ -234,7 +234,8 @@ def compute_targets(rollout: Rollout, scores: Tensor, args: PPOConfig, *, kl_coe
         kl_coef: coefficient in force for this rollout.
 
     Returns:
-        `Targets`. The end of a completion is terminal: nothing is bootstrapped, also where max_completion_length cut it.
+        `Targets`. The end of a completion is terminal: nothing is bootstrapped, not even where max_completion_length
+        cut it.
     """
     mask = rollout.completion_mask  # (B, T)
     in_reward = kl_coef if args.kl_placement == "reward" else 0.0

@@ -75,6 +75,12 @@ class Sampler:
                 ended += batch_ended
         return ids, ended
 
+    def has_ended(self, completion_ids: list[int]) -> bool:
+        """Whether a completion ends with an end token or a stop string."""
+        if completion_ids[-1] in self.stop_token_ids:
+            return True
+        return self._string_criteria is not None and bool(self._string_criteria(torch.tensor([completion_ids]), None))
+
     def _generate(self, causal_lm: PreTrainedModel, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[bool]]:
         input_ids, mask = pad_left(prompt_ids, self.pad_token_id)  # (B, P)
         width = input_ids.shape[1]

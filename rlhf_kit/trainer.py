@@ -222,7 +222,7 @@ class PPOTrainer:
             One (T_i,) int64 tensor per prompt: the completion alone, its end token included.
         """
         with self.accelerator.autocast():
-            completion_ids, _ = self.sampler(self.model, id_lists("query_tensors", query_tensors))
+            completion_ids, _ = self.sampler(self.model, self._id_lists("query_tensors", query_tensors))
         return [torch.tensor(ids, device=self.model.device) for ids in completion_ids]
 
     def step(
@@ -233,7 +233,7 @@ class PPOTrainer:
         Args:
             queries: prompts, each (P_i,) int64 without padding; as many as this process's share of
                 `args.rollout_batch_size`.
-            responses: completions sampled by the current policy, each (T_i,) int64, end token included; see `generate`.
+            responses: completions sampled by the current policy, as `generate` gives them, each (T_i,) int64.
             scores: one finite number per completion.
 
         Returns:
@@ -248,7 +248,7 @@ class PPOTrainer:
                 f"step() was called more often than num_iterations={self.args.num_iterations}, for which the learning "
                 "rate was planned: raise num_iterations."
             )
-        prompt_ids, completion_ids = id_lists("queries", queries), id_lists("responses", responses)
+        prompt_ids, completion_ids = self._id_lists("queries", queries), self._id_lists("responses", responses)
         share = len(self._share(self.args.num_prompts_per_iteration())) * self.args.num_completions_per_prompt
         if not len(prompt_ids) == len(completion_ids) == share:
             raise ValueError(
@@ -344,6 +344,9 @@ class PPOTrainer:
             raise ValueError(f"this needs {name}: pass it to PPOTrainer, or run your own loop with generate and step.")
         return part
 
+    def _id_lists(self, name: str, tensors: Sequence[Tensor]) -> list[list[int]]:
+        return id_lists(name, tensors, self.model.config.get_text_config().vocab_size)
+
     def _share(self, count: int) -> list[int]:
         """Which of `count` items this process handles: a run of neighbours."""
         parts = np.array_split(np.arange(count), self.accelerator.num_processes)
@@ -399,8 +402,8 @@ class PPOTrainer:
         state.nonfinite_iterations = state.nonfinite_iterations + 1 if update["skipped_steps"] else 0
         if state.nonfinite_iterations >= MAX_NONFINITE_ITERATIONS:
             raise RuntimeError(
-                f"losses or gradients were NaN or infinite in {MAX_NONFINITE_ITERATIONS} iterations in a row, the last "
-                f"time in {int(update['skipped_steps'])} of its optimizer steps; none of them was applied. Usual "
+                f"losses or gradients were NaN or infinite in {MAX_NONFINITE_ITERATIONS} iterations in a row, the "
+                f"last time in {int(update['skipped_steps'])} of its optimizer steps; none of them was applied. Usual "
                 f"causes: a learning rate too high (learning_rate={self.args.learning_rate}), or a base model whose "
                 "activations overflow in its precision (try dtype='float32')."
             )
