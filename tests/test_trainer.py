@@ -597,6 +597,24 @@ def test_score_shaping_in_its_order(tokenizer, config_factory):
     assert_close(trainer.state.log_history[0]["score"], float(raw.mean()))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "match"),
+    [
+        ({"top_k": 5}, "top_k=5"),
+        ({"top_p": 0.9}, r"top_p=0\.9"),
+        ({"kl_estimator": "full"}, "'full' in the reward"),
+        ({"kl_estimator": "k2"}, "'k2' in the reward"),
+        ({"kl_estimator": "k3"}, "'k3' in the reward"),
+        ({"kl_estimator": "k3", "kl_placement": "loss"}, "'k3' in the loss"),
+    ],
+)
+def test_settings_that_bias_the_gradient_warn_once(overrides, match, tokenizer, config_factory):
+    # kills: a warning dropped, or repeated every iteration
+    with pytest.warns(UserWarning, match=match) as record:
+        make_trainer(config_factory(num_iterations=1, **overrides), tokenizer).train()
+    assert sum(w.category is UserWarning for w in record) == 1
+
+
 # Saving, logging, evaluating
 
 

