@@ -55,7 +55,7 @@ def count_periods(completions: list[str], **kwargs: object) -> list[float]:
 
 
 def main() -> None:
-    parser = TrlParser((RecipeArguments, PPOConfig))
+    parser = TrlParser((RecipeArguments, PPOConfig), allow_abbrev=False)  # a mistyped flag is an error
     parser.set_defaults(**DEFAULTS)
     recipe, args = parser.parse_args_and_config()
 

