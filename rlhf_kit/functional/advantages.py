@@ -7,7 +7,7 @@ Left out on purpose: normalisation (`masked_whiten`) and where trajectories end.
 import torch
 from torch import Tensor
 
-from rlhf_kit.functional.masked import masked_var
+from rlhf_kit.functional.masked import masked_mean, masked_var
 
 
 def compute_gae(
@@ -86,8 +86,15 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor | None = No
     Raises:
         ValueError: shapes differ.
     """
+    if values.shape != returns.shape:
+        raise ValueError(
+            f"values and returns must have one shape, got {tuple(values.shape)} and {tuple(returns.shape)}."
+        )
     if mask is None:
         mask = torch.ones_like(returns, dtype=torch.bool)
     variance = masked_var(returns, mask)
+    rounding = torch.finfo(returns.dtype).eps ** 2 * masked_mean(returns.square(), mask)
+    varies = variance > rounding
     unexplained = masked_var(returns - values, mask)
-    return torch.where(variance > 0, 1 - unexplained / variance, torch.zeros_like(variance))
+    ratio = unexplained / torch.where(varies, variance, torch.ones_like(variance))
+    return torch.where(varies, 1 - ratio, torch.zeros_like(variance))

@@ -37,7 +37,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     if estimator == "k2":
         return 0.5 * k1.square()
     if estimator == "k3":
-        k1 = k1.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        k1 = k1.clamp(min=-MAX_LOG_RATIO)
         return torch.expm1(-k1) + k1
     raise ValueError(f'estimator must be "k1", "k2" or "k3" (for the exact sum call full_kl), got {estimator!r}.')
 
@@ -86,6 +86,8 @@ def kl_shaped_rewards(scores: Tensor, kl: Tensor, completion_mask: Tensor, *, kl
     Source: Ziegler et al. 2019, section 2 (arXiv:1909.08593).
     """
     _check_same_shape(kl=kl, completion_mask=completion_mask)
+    if kl.ndim != 2:
+        raise ValueError(f"kl must have shape (B, T), one row per completion, got {tuple(kl.shape)}.")
     if scores.shape != kl.shape[:1]:
         raise ValueError(
             f"scores must have shape {tuple(kl.shape[:1])}, one per completion, got {tuple(scores.shape)}."

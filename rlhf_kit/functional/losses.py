@@ -19,7 +19,7 @@ def _check_same_shape(**tensors: Tensor) -> None:
 
 
 def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_range: float) -> Tensor:
@@ -34,7 +34,8 @@ def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
         clip_range: eps > 0, dimensionless.
 
     Returns:
-        (..., T) loss per token; padding is not masked: reduce with `masked_mean`.
+        (..., T) loss per token; padding is not masked: reduce with `masked_mean`. Padding may hold any finite number;
+        replace NaN there before the call, since a mask applied afterwards cannot keep it out of a gradient.
 
     Raises:
         ValueError: clip_range <= 0, or shapes differ.
@@ -63,7 +64,8 @@ def clipped_value_loss(
         value_clip_range: eps_v > 0 in reward units; None = no clipping.
 
     Returns:
-        (..., T) loss per token; padding is not masked: reduce with `masked_mean`.
+        (..., T) loss per token; padding is not masked: reduce with `masked_mean`. Padding may hold any finite number;
+        replace NaN there before the call, since a mask applied afterwards cannot keep it out of a gradient.
 
     Raises:
         ValueError: value_clip_range <= 0, or shapes differ.
@@ -119,5 +121,5 @@ def approx_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     Source: the k3 estimator, Schulman 2020 (joschu.net/blog/kl-approx.html).
     """
     _check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
-    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO)
     return masked_mean(torch.expm1(log_ratio) - log_ratio, mask)

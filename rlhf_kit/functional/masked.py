@@ -22,6 +22,14 @@ def _keep(x: Tensor, mask: Tensor) -> Tensor:
     return mask.bool()
 
 
+def _centred(x: Tensor, mask: Tensor) -> Tensor:
+    """x less the mean of its kept elements; 0 elsewhere."""
+    keep = _keep(x, mask)
+    for _ in range(2):  # the first mean is off by rounding, which matters when x is nearly constant
+        x = torch.where(keep, x - masked_mean(x, mask), torch.zeros_like(x))
+    return x
+
+
 def masked_sum(x: Tensor, mask: Tensor, *, dim: int | None = None) -> Tensor:
     """Sum of the kept elements.
 
@@ -72,8 +80,7 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes differ.
     """
-    x = torch.where(_keep(x, mask), x, torch.zeros_like(x))
-    return masked_mean((x - masked_mean(x, mask)).square(), mask)
+    return masked_mean(_centred(x, mask).square(), mask)
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
@@ -91,7 +98,4 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
     Source: advantage normalisation, Andrychowicz et al. 2021, choice C67 (arXiv:2006.05990).
     """
-    keep = _keep(x, mask)
-    x = torch.where(keep, x, torch.zeros_like(x))
-    white = (x - masked_mean(x, mask)) * torch.rsqrt(masked_var(x, mask) + WHITEN_EPS)
-    return torch.where(keep, white, torch.zeros_like(x))
+    return _centred(x, mask) * torch.rsqrt(masked_var(x, mask) + WHITEN_EPS)
