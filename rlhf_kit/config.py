@@ -14,10 +14,11 @@ What one iteration does with the three sizes (here 8 completions, mini-batches o
 """
 
 import math
-import types
 import typing
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from rlhf_kit.annotations import describe, matches
 
 SCHEDULES_WITH_WARMUP = ("linear", "cosine", "constant_with_warmup", "inverse_sqrt")
 
@@ -197,8 +198,8 @@ class PPOConfig:
             if isinstance(value, tuple):
                 value = list(value)
                 setattr(self, f.name, value)
-            if not _matches(value, hints[f.name]):
-                expected = getattr(f.type, "__name__", str(f.type))
+            if not matches(value, hints[f.name]):
+                expected = describe(hints[f.name])
                 raise TypeError(f"{f.name} must be {expected}, got {value!r} of type {type(value).__name__}.")
 
     def _check_ranges(self) -> None:
@@ -218,7 +219,8 @@ class PPOConfig:
         between_0_and_1 = ["gamma", "gae_lambda"]
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, float) and not math.isfinite(value):
+            numbers = [x for x in (value if isinstance(value, list) else [value]) if isinstance(x, float)]
+            if not all(map(math.isfinite, numbers)):
                 raise ValueError(f"{f.name} must be finite, got {value}.")
         self._require(at_least_1, lambda x: x >= 1, "at least 1")
         self._require(at_least_0, lambda x: x >= 0, "at least 0")
@@ -228,6 +230,8 @@ class PPOConfig:
         self._require(["top_p"], lambda x: 0 < x <= 1, "in (0, 1]")
         self._require(["lr_scheduler_type"], lambda x: x in (*SCHEDULES_WITH_WARMUP, "constant"),
                       f"one of {[*SCHEDULES_WITH_WARMUP, 'constant']}")  # fmt: skip
+        self._require(["seed"], lambda x: x < 2**32, "below 2**32")
+        self._require(["stop_token_ids"], lambda ids: ids and min(ids) >= 0, "a list of ids of at least 0, not empty")
         if self.stop is not None and (not self.stop or "" in self.stop):
             raise ValueError(
                 f"stop must hold at least one string, none of them empty, got {self.stop}; or leave it None."
@@ -277,24 +281,18 @@ class PPOConfig:
             raise ValueError(
                 f"kl_horizon={self.kl_horizon} has no effect without target_kl: set target_kl, or drop kl_horizon."
             )
+        if self.target_kl is not None and self.kl_horizon < self.rollout_batch_size:
+            raise ValueError(
+                f"kl_horizon ({self.kl_horizon}) must be at least rollout_batch_size ({self.rollout_batch_size}), or "
+                "one rollout can push kl_coef to 0, from where it never returns."
+            )
+        if self.run_name is not None and not self.report_to:
+            raise ValueError(
+                f"run_name={self.run_name!r} names the run in trackers, but report_to is empty: set that, or drop "
+                "run_name."
+            )
         if self.kl_placement == "loss" and self.kl_estimator == "k1":
             raise ValueError(
                 "kl_estimator='k1' has zero expected gradient as a loss, so the KL would go unpunished: use 'full' "
                 "(exact) or 'k2' with kl_placement='loss', or kl_placement='reward'."
             )
-
-
-def _matches(value: object, hint: Any) -> bool:
-    """Whether a value fits an annotation: int passes as float, bool passes only as bool."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType or origin is typing.Union:
-        return any(_matches(value, arg) for arg in args)
-    if origin is Literal:
-        return value in args
-    if origin is list:
-        return isinstance(value, list) and all(_matches(item, args[0]) for item in value)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from trl import apply_chat_template, is_conversational
-
-TEMPLATE_COLUMNS = ("prompt", "tools", "chat_template_kwargs")  # what TRL's apply_chat_template reads
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,15 @@ class PromptDataset:
         text_prompt_length: use this many first tokens of "text" as the prompt.
         max_completion_length: tokens to leave room for.
         context_length: the model's longest sequence in tokens; None = unknown, not checked.
+        vocab_size: number of tokens the model knows; None = not checked.
+
+    Attributes:
+        column_names: the columns besides the prompt.
 
     Raises:
         TypeError: a dataset without random access, or a prompt that is neither text nor messages.
-        ValueError: no rows, a missing column, an empty or an overlong prompt; with row and numbers.
+        ValueError: no rows, rows that differ in columns or in kind, an empty or an overlong prompt, a token the model
+            does not know; with row and numbers.
     """
 
     def __init__(
@@ -74,29 +78,29 @@ class PromptDataset:
         text_prompt_length: int | None = None,
         max_completion_length: int,
         context_length: int | None = None,
+        vocab_size: int | None = None,
     ):
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or isinstance(dataset, dict):
+        if not isinstance(dataset, Dataset | list | tuple):
             raise TypeError(
                 f"the dataset must be a datasets.Dataset or a list of dicts, got {type(dataset).__name__}. Of a "
-                "dataset dict pass one split; of a streaming dataset, Dataset.from_list(list(stream.take(n)))."
+                "dataset dict pass one split; of a streaming dataset, Dataset.from_list(list(stream.take(n))); of a "
+                "DataFrame, Dataset.from_pandas(frame)."
             )
         if len(dataset) == 0:
             raise ValueError("the dataset has no rows.")
         self._dataset = dataset
+        self._tokenizer = tokenizer
         self._text_prompt_length = text_prompt_length
-        first = dataset[0]
         self._source = "prompt" if text_prompt_length is None else "text"
-        if self._source not in first:
-            hint = " (or set text_prompt_length to use the start of 'text')" if "text" in first else ""
-            raise ValueError(f"the dataset has no {self._source!r} column{hint}; it has {sorted(first)}.")
-        self.column_names = [name for name in first if name != "prompt"]
-        self._prompt_ids = [self._tokenize(i, dataset[i], tokenizer) for i in range(len(dataset))]
-        limit = _limit(max_prompt_length, truncate_prompts, max_completion_length, context_length)
+        columns = self._checked_columns()
+        self.column_names = [name for name in columns if name != "prompt" or self._source == "text"]
+        self._prompt_ids = [self._tokenize(i, row) for i, row in enumerate(dataset)]
         self._refuse_empty()
-        if truncate_prompts and limit is not None:
+        self._refuse_unknown(vocab_size)
+        limit = _limit(max_prompt_length, truncate_prompts, max_completion_length, context_length)
+        if limit is not None:
             self._prompt_ids = [ids[-limit:] for ids in self._prompt_ids]
         self._refuse_overlong(max_prompt_length, max_completion_length, context_length)
-        self._tokenizer = tokenizer
 
     def __len__(self) -> int:
         return len(self._prompt_ids)
@@ -112,25 +116,58 @@ class PromptDataset:
         columns = {name: [row[name] for row in rows] for name in self.column_names}
         return PromptBatch(prompts=prompts, prompt_ids=prompt_ids, columns=columns)
 
-    def _tokenize(self, index: int, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    def _checked_columns(self) -> list[str]:
+        """The columns that every row has."""
+        first = self._dataset[0]
+        for i, row in enumerate(self._dataset if isinstance(self._dataset, list | tuple) else [first]):
+            if not isinstance(row, dict):
+                raise TypeError(
+                    f'row {i} must be a dict such as {{"prompt": "..."}}, got {type(row).__name__}: {row!r}.'
+                )
+            if self._source not in row:
+                hint = " (or set text_prompt_length to use the start of 'text')" if "text" in row else ""
+                raise ValueError(f"row {i} has no {self._source!r} column{hint}; it has {sorted(row)}.")
+            if row.keys() != first.keys():
+                raise ValueError(
+                    f"row {i} has the columns {sorted(row)}, but row 0 has {sorted(first)}: make them equal."
+                )
+        return list(first)
+
+    def _tokenize(self, index: int, row: dict[str, Any]) -> list[int]:
         value = row[self._source]
-        if self._source == "text":
-            if not isinstance(value, str):
-                raise TypeError(f"row {index}: 'text' must be a string, got {type(value).__name__}.")
-            return tokenizer(value).input_ids[: self._text_prompt_length]
         if isinstance(value, str):
-            return tokenizer(value).input_ids
-        if not is_conversational({"prompt": value}):
+            if self._source == "prompt" and not isinstance(self._dataset[0]["prompt"], str):
+                raise ValueError(
+                    f"row {index} is text but row 0 is a chat: give all prompts as text or all as messages."
+                )
+            return self._tokenizer(value).input_ids[: self._text_prompt_length]
+        if self._source == "text":
+            raise TypeError(f"row {index}: 'text' must be a string, got {type(value).__name__}.")
+        if not (isinstance(value, list) and value and is_conversational({"prompt": value})):
             raise TypeError(
                 f"row {index}: 'prompt' must be text or a list of messages such as "
                 f'{{"role": "user", "content": "..."}}, got {value!r}.'
             )
+        if isinstance(self._dataset[0]["prompt"], str):
+            raise ValueError(f"row {index} is a chat but row 0 is text: give all prompts as text or all as messages.")
+        return self._tokenize_chat(index, row)
+
+    def _tokenize_chat(self, index: int, row: dict[str, Any]) -> list[int]:
+        tokenizer = self._tokenizer
         if tokenizer.chat_template is None:
             raise ValueError(
                 f"row {index} is a chat, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: set "
                 "tokenizer.chat_template, or give prompts as text."
             )
-        rendered = apply_chat_template({k: row[k] for k in TEMPLATE_COLUMNS if k in row}, tokenizer)["prompt"]
+        try:
+            rendered = apply_chat_template(
+                {"prompt": row["prompt"]},
+                tokenizer,
+                tools=row.get("tools"),
+                **(row.get("chat_template_kwargs") or {}),
+            )["prompt"]
+        except (ValueError, TypeError, TemplateError) as error:
+            raise ValueError(f"row {index}: the chat template cannot render {row['prompt']!r}: {error}") from error
         return tokenizer(rendered, add_special_tokens=False).input_ids  # the template wrote the special tokens
 
     def _refuse_empty(self) -> None:
@@ -140,6 +177,13 @@ class PromptDataset:
                 f"{len(empty)} of {len(self)} prompts have no tokens, first in row {empty[0]}: remove these rows, or "
                 "start them with the tokenizer's BOS token."
             )
+
+    def _refuse_unknown(self, vocab_size: int | None) -> None:
+        for i, ids in enumerate(self._prompt_ids):
+            if vocab_size is not None and max(ids) >= vocab_size:
+                raise ValueError(
+                    f"row {i} has token id {max(ids)}, but the model knows {vocab_size} tokens: is this its tokenizer?"
+                )
 
     def _refuse_overlong(self, max_prompt_length: int | None, completion: int, context: int | None) -> None:
         lengths = [len(ids) for ids in self._prompt_ids]
@@ -156,14 +200,23 @@ class PromptDataset:
             raise ValueError(
                 f"the longest prompt ({n} tokens, row {longest}) and max_completion_length={completion} need "
                 f"{n + completion} tokens, more than the model's context of {context}: lower max_completion_length, "
-                "remove long prompts, or set truncate_prompts to keep their last tokens."
+                f"or {self._shorter_prompts(context - completion)}."
             )
+
+    def _shorter_prompts(self, room: int) -> str:
+        if room < 1:
+            return "use a model with a longer context"
+        if self._source == "text":
+            return f"lower text_prompt_length to {room}"
+        return "remove long prompts, or set truncate_prompts to keep their last tokens"
 
 
 def _limit(max_prompt_length: int | None, truncate: bool, completion: int, context: int | None) -> int | None:
-    """Tokens a prompt is cut to: the tighter of the user's bound and what the context leaves."""
+    """Tokens a prompt is cut to: the tighter of the user's bound and what the context leaves; None = not cut."""
+    if not truncate:
+        return None
     room = None if context is None else context - completion
-    if truncate and room is not None and room < 1:
+    if room is not None and room < 1:
         raise ValueError(
             f"max_completion_length={completion} leaves no room for a prompt in the model's context of {context} "
             "tokens: lower it."

@@ -1,5 +1,7 @@
 """How strongly the policy is held to the reference: a fixed coefficient, or one that follows a target."""
 
+import math
+
 
 def adapted_kl_coef(kl_coef: float, *, kl: float, target_kl: float, horizon: float, num_completions: int) -> float:
     """The next KL coefficient of the adaptive controller.
@@ -14,9 +16,11 @@ def adapted_kl_coef(kl_coef: float, *, kl: float, target_kl: float, horizon: flo
         num_completions: n, completions in this rollout.
 
     Returns:
-        The new coefficient, never below 0.
+        The new coefficient, never below 0; the old one if `kl` is not finite.
 
     Source: Ziegler et al. 2019, section 2.2 (arXiv:1909.08593).
     """
+    if not math.isfinite(kl):
+        return kl_coef
     error = min(max(kl / target_kl - 1, -0.2), 0.2)
     return max(kl_coef * (1 + error * num_completions / horizon), 0.0)

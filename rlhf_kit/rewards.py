@@ -10,10 +10,13 @@ they then run concurrently.
 """
 
 import asyncio
+import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 
 RewardFunc = Callable[..., Any]
 
+MAX_REWARD = torch.finfo(torch.float32).max
 ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
@@ -61,11 +65,14 @@ class RewardFunctions:
             raise ValueError(
                 f"reward_weights has {len(weights)} entries for {len(self._funcs)} reward functions: give one each."
             )
-        self._weights = torch.tensor([1.0] * len(self._funcs) if weights is None else list(weights))
+        weights = [1.0] * len(self._funcs) if weights is None else list(weights)
+        if not all(map(math.isfinite, weights)):
+            raise ValueError(f"reward_weights must be finite, got {weights}.")
+        self._weights = torch.tensor(weights, dtype=torch.float32)
         self.names = _unique([_name(func) for func in self._funcs])
         self._parameters = [_named_parameters(func) for func in self._funcs]
         if column_names is not None:
-            self._check_arguments(column_names)
+            self.check_arguments(column_names)
 
     def __call__(
         self,
@@ -119,9 +126,8 @@ class RewardFunctions:
     def _call_all(self, given: dict[str, Any], batch_size: int) -> list[Any]:
         outputs: list[Any] = []
         for name, func, parameters in zip(self.names, self._funcs, self._parameters, strict=True):
-            arguments = given if parameters is None else {k: v for k, v in given.items() if k in parameters}
             try:
-                outputs.append(func(**arguments))
+                outputs.append(func(**_own_copies(given, parameters)))
             except Exception as error:
                 _close(outputs)
                 error.add_note(f"raised by reward function {name!r} on {batch_size} completions.")
@@ -132,7 +138,8 @@ class RewardFunctions:
                 outputs = pool.submit(asyncio.run, _gather(self.names, outputs)).result()
         return outputs
 
-    def _check_arguments(self, column_names: Sequence[str]) -> None:
+    def check_arguments(self, column_names: Sequence[str]) -> None:
+        """Raise `ValueError` if a dataset with these columns lacks an argument, or has one of a name that is taken."""
         clash = sorted(set(column_names) & set(ALWAYS_GIVEN))
         if clash:
             raise ValueError(f"dataset columns {clash} have the names of reward function arguments: rename them.")
@@ -169,7 +176,7 @@ def _checked(name: str, output: Any, prompts: list[Any], completions: list[Any])
     """One reward function's output as (B,) float32, NaN where it said None."""
     if hasattr(output, "tolist"):  # numpy arrays and torch tensors
         output = output.tolist()
-    if isinstance(output, str | dict) or not isinstance(output, Sequence):
+    if isinstance(output, str | bytes | bytearray | dict) or not isinstance(output, Sequence):
         raise TypeError(
             f"reward function {name!r} must return a list with one number per completion, got "
             f"{type(output).__name__}: {output!r}."
@@ -179,7 +186,8 @@ def _checked(name: str, output: Any, prompts: list[Any], completions: list[Any])
             f"reward function {name!r} returned {len(output)} rewards for {len(completions)} completions: it must "
             "return exactly one for each."
         )
-    return torch.tensor([_number(name, i, r, prompts[i], completions[i]) for i, r in enumerate(output)])
+    numbers = [_number(name, i, r, prompts[i], completions[i]) for i, r in enumerate(output)]
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def _number(name: str, index: int, reward: Any, prompt: Any, completion: Any) -> float:
@@ -190,14 +198,16 @@ def _number(name: str, index: int, reward: Any, prompt: Any, completion: Any) ->
         raise TypeError(f"reward function {name!r} returned the text {reward!r} for completion {index}. {sample}")
     try:
         value = float(reward)
+    except OverflowError:
+        value = math.inf
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"reward function {name!r} returned {type(reward).__name__} for completion {index}, not a number. {sample}"
         ) from error
-    if not math.isfinite(value):
+    if not abs(value) <= MAX_REWARD:
         raise ValueError(
-            f"reward function {name!r} returned {value} for completion {index}: a reward must be finite; for 'not "
-            f"applicable' return None. {sample}"
+            f"reward function {name!r} returned {value} for completion {index}: a reward must be a finite "
+            f"float32; for 'not applicable' return None. {sample}"
         )
     return value
 
@@ -212,14 +222,22 @@ def _short(value: Any, limit: int = 200) -> str:
 
 
 def _name(func: RewardFunc) -> str:
-    while hasattr(func, "func"):  # functools.partial
+    while isinstance(func, partial):
         func = func.func
     name = getattr(func, "__name__", type(func).__name__)
     return "lambda" if name == "<lambda>" else name
 
 
 def _unique(names: list[str]) -> list[str]:
-    return [name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}" for i, name in enumerate(names)]
+    """Names that occur several times get a number: f, g, f -> f_0, g, f_1."""
+    taken = {name for name in names if names.count(name) == 1}
+    unique = []
+    for name in names:
+        if name not in taken:
+            name = next(numbered for i in count() if (numbered := f"{name}_{i}") not in taken)
+            taken.add(name)
+        unique.append(name)
+    return unique
 
 
 def _signature(func: RewardFunc) -> inspect.Signature | None:
@@ -234,7 +252,24 @@ def _named_parameters(func: RewardFunc) -> set[str] | None:
     signature = _signature(func)
     if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return None
+    by_position = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    if by_position:
+        raise ValueError(
+            f"reward function {_name(func)!r} takes {by_position} by position, but arguments are passed by name: "
+            "declare e.g. (completions, **kwargs)."
+        )
     return set(signature.parameters)
+
+
+def _own_copies(given: dict[str, Any], parameters: set[str] | None) -> dict[str, Any]:
+    """The arguments of one function, as lists of its own: what it does to them reaches nobody else."""
+    own = {name: value for name, value in given.items() if parameters is None or name in parameters}
+    for name, value in own.items():
+        if name in ("prompts", "completions", "completion_ids"):
+            own[name] = copy.deepcopy(value)
+        elif isinstance(value, list):
+            own[name] = list(value)
+    return own
 
 
 def _required_parameters(func: RewardFunc) -> list[str]:

@@ -49,3 +49,8 @@ class PPOState(TrainerState):
     kl_coef: float = 0.0
     score_moments: RunningMoments = field(default_factory=RunningMoments)
     nonfinite_iterations: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.score_moments, dict):  # as `load_from_json` gives it
+            self.score_moments = RunningMoments(**self.score_moments)

@@ -284,6 +284,7 @@ class PPOTrainer:
             ValueError: no dataset or no reward_funcs.
         """
         prompts = self._required(self._prompts(eval_dataset) or self.eval_prompts, "eval_dataset")
+        self._required(self.reward_funcs, "reward_funcs").check_arguments(prompts.column_names)
         size = self.args.num_prompts_per_iteration()
         parts = []
         for number, start in enumerate(range(0, len(prompts), size)):
@@ -326,6 +327,7 @@ class PPOTrainer:
             text_prompt_length=self.args.text_prompt_length,
             max_completion_length=self.args.max_completion_length,
             context_length=max_positions(self.model.causal_lm),
+            vocab_size=self._vocab_size(),
         )
 
     def _rewards(self, reward_funcs: RewardFunc | list[RewardFunc] | None) -> RewardFunctions | None:
@@ -333,10 +335,11 @@ class PPOTrainer:
             if self.args.reward_weights is not None:
                 raise ValueError(f"reward_weights={self.args.reward_weights} needs reward_funcs.")
             return None
-        datasets = [prompts for prompts in (self.train_prompts, self.eval_prompts) if prompts is not None]
-        columns = [prompts.column_names for prompts in datasets]
-        shared = [name for name in columns[0] if all(name in names for names in columns)] if columns else None
-        return RewardFunctions(reward_funcs, weights=self.args.reward_weights, column_names=shared)
+        rewards = RewardFunctions(reward_funcs, weights=self.args.reward_weights)
+        for prompts in (self.train_prompts, self.eval_prompts):
+            if prompts is not None:
+                rewards.check_arguments(prompts.column_names)
+        return rewards
 
     def _own_callbacks(self) -> list[TrainerCallback]:
         on_main = [JsonlLog(), self._progress] if self.accelerator.is_main_process else []
@@ -348,7 +351,10 @@ class PPOTrainer:
         return part
 
     def _id_lists(self, name: str, tensors: Sequence[Tensor]) -> list[list[int]]:
-        return id_lists(name, tensors, self.model.config.get_text_config().vocab_size)
+        return id_lists(name, tensors, self._vocab_size())
+
+    def _vocab_size(self) -> int:
+        return self.model.config.get_text_config().vocab_size
 
     def _share(self, count: int) -> list[int]:
         """Which of `count` items this process handles: a run of neighbours."""
