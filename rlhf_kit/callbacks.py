@@ -4,8 +4,11 @@ One iteration is one "step" of the callback interface: `on_step_begin`, `on_step
 `completions`), `on_evaluate`, and `on_train_begin` / `on_train_end` around them.
 """
 
+import atexit
 import json
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,16 +36,20 @@ class CallbackList:
         TypeError: something that is not a `TrainerCallback`.
     """
 
-    def __init__(self, callbacks: list[Any], **context: Any):
+    def __init__(self, callbacks: Sequence[Any], **context: Any):
         self._callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         for callback in self._callbacks:
             if not isinstance(callback, TrainerCallback):
                 raise TypeError(f"callbacks must be transformers.TrainerCallback objects, got {callback!r}.")
         self._context = context
 
-    def __call__(self, event: str, args: PPOConfig, state: PPOState, control: TrainerControl, **kwargs: Any) -> None:
+    def __call__(
+        self, event: str, args: PPOConfig, state: PPOState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Fire an event; a callback may change the control or return another one."""
         for callback in self._callbacks:
-            getattr(callback, event)(args, state, control, **self._context, **kwargs)
+            control = getattr(callback, event)(args, state, control, **self._context, **kwargs) or control
+        return control
 
 
 class JsonlLog(TrainerCallback):
@@ -65,7 +72,12 @@ class JsonlLog(TrainerCallback):
 
 def _append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.writelines(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """NaN and infinity are not JSON: written as null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 class Progress(TrainerCallback):
@@ -135,6 +147,8 @@ class Trackers(TrainerCallback):
         scalars = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in asdict(args).items()}
         init_kwargs = {"wandb": {"name": name}, "trackio": {"name": name}}
         self._accelerator.init_trackers("rlhf_kit", config=scalars, init_kwargs=init_kwargs)
+        if self._accelerator.trackers:  # not at the end of training: evaluations may follow
+            atexit.register(self._accelerator.end_training)
 
     def on_log(
         self, args: PPOConfig, state: PPOState, control: TrainerControl, *, logs: dict[str, float],
@@ -147,7 +161,3 @@ class Trackers(TrainerCallback):
                 columns = list(completions[0])
                 data = [[str(row[column]) for column in columns] for row in completions]
                 tracker.log_table("completions", columns=columns, data=data, step=state.iteration)
-
-    def on_train_end(self, args: PPOConfig, state: PPOState, control: TrainerControl, **kwargs: Any) -> None:
-        """Flush and close the trackers."""
-        self._accelerator.end_training()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast
+from accelerate.utils import DistributedType, ProjectConfiguration, broadcast
 from peft import PeftConfig
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -64,7 +64,17 @@ def make_accelerator(args: PPOConfig) -> Accelerator:
     Raises:
         ValueError: fp16, sharding, gradient accumulation, or more processes than prompts.
     """
-    accelerator = Accelerator(log_with=args.report_to, project_dir=args.output_dir if args.report_to else None)
+    project = None
+    if args.report_to:
+        folder = Path(args.output_dir, args.run_name or "")
+        project = ProjectConfiguration(project_dir=args.output_dir, logging_dir=str(folder))
+    accelerator = Accelerator(log_with=args.report_to, project_config=project)
+    available = {str(tracker) for tracker in accelerator.log_with}
+    missing = [name for name in args.report_to or [] if name != "all" and name not in available]
+    if missing:
+        raise ValueError(
+            f"report_to names {missing}, but these trackers are not installed: pip install them, or drop them."
+        )
     if accelerator.distributed_type not in SUPPORTED_PROCESSES:
         raise ValueError(
             f"distributed type {accelerator.distributed_type.value} is not supported: launch one process per device "

@@ -8,11 +8,13 @@ from typing import Any
 from rlhf_kit.callbacks import COMPLETIONS_FILE, LOG_FILE
 
 WIDTH = 100  # columns of the text
+COUNT = "eval_num_completions"  # tells evaluations of other prompts apart
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a JSON-lines file."""
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    """The complete lines of a JSON-lines file."""
+    lines = Path(path).read_text(encoding="utf-8").split("\n")  # texts may hold other line separators
+    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut off by a kill
 
 
 def run_summary(output_dir: str | Path) -> str:
@@ -33,12 +35,14 @@ def run_summary(output_dir: str | Path) -> str:
     log = read_jsonl(folder / LOG_FILE)
     train = [line for line in log if "score" in line]
     evaluations = [line for line in log if "eval_score" in line]
+    evaluations = [e for e in evaluations if e.get(COUNT) == evaluations[0].get(COUNT)]
     parts = []
     if train:
         parts.append(_comparison("Training prompts", train[0], train[-1], ""))
     if len(evaluations) > 1:
         parts.append(_comparison("Held-out prompts", evaluations[0], evaluations[-1], "eval_"))
-        parts.append(_before_and_after(folder, evaluations[0]["iteration"], evaluations[-1]["iteration"]))
+    if (folder / COMPLETIONS_FILE).exists():
+        parts.append(_before_and_after(read_jsonl(folder / COMPLETIONS_FILE)))
     parts.append(_places(folder))
     return "\n\n".join(part for part in parts if part)
 
@@ -59,27 +63,32 @@ def _comparison(title: str, first: dict[str, Any], last: dict[str, Any], prefix:
     return "\n".join([head, *lines])
 
 
-def _before_and_after(folder: Path, first: int, last: int) -> str:
-    rows = read_jsonl(folder / COMPLETIONS_FILE)
-    before = [row for row in rows if row["split"] == "eval" and row["iteration"] == first]
-    after = [row for row in rows if row["split"] == "eval" and row["iteration"] == last]
-    if not before:
-        return ""
-    lines = ["The same held-out prompts, before and after (score, reference KL in nats per token):"]
-    for old, new in zip(before, after, strict=True):
-        lines += ["", f"  {_text(old['prompt'])}"]
-        for name, row in (("before", old), ("after", new)):
-            label = f"{name:>8} {row['score']:6.2f} {row['ref_kl']:6.3f}  "
-            indent = " " * (2 + len(label))
+def _before_and_after(rows: list[dict[str, Any]]) -> str:
+    """Of each evaluation prompt its first and its last completion."""
+    first: dict[str, dict[str, Any]] = {}
+    last: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["split"] == "eval":
+            prompt = _text(row["prompt"])
+            first.setdefault(prompt, row)
+            last[prompt] = row
+    lines = []
+    for prompt, old in first.items():
+        if last[prompt]["iteration"] == old["iteration"]:
+            continue
+        lines += ["", textwrap.fill(prompt, WIDTH, initial_indent="  ", subsequent_indent="    ")]
+        for name, row in (("before", old), ("after", last[prompt])):
+            label = f"  {name:>8} {row['score']:6.2f} {row['ref_kl']:6.3f}  "
             text = _text(row["completion"]) or "(nothing)"
-            lines.append(textwrap.fill(text, WIDTH, initial_indent=f"  {label}", subsequent_indent=indent))
-    return "\n".join(lines)
+            lines.append(textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label)))
+    title = "The same held-out prompts, before and after (score, reference KL in nats per token):"
+    return "\n".join([title, *lines]) if lines else ""
 
 
 def _text(value: Any) -> str:
-    """Text of a prompt or completion on one line; of a chat, its last message."""
+    """A prompt or completion on one printable line; of a chat, its last message."""
     text = value if isinstance(value, str) else value[-1]["content"]
-    return text.replace("\n", "\\n").strip()
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text).strip()
 
 
 def _places(folder: Path) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from rlhf_kit.config import PPOConfig
@@ -152,6 +154,50 @@ def _record_micro_batch(
         "entropy": entropy_from_logits(scaled),
     }
     return {name: torch.where(mask, tensor, 0) for name, tensor in part.items()}
+
+
+def record_rollout(
+    model: AutoModelForCausalLMWithValueHead,
+    args: PPOConfig,
+    *,
+    prompts: list[Any],
+    prompt_ids: list[list[int]],
+    completions: list[Any],
+    completion_ids: list[list[int]],
+    ended: list[bool],
+    scores: Tensor,
+    rewards_by_function: dict[str, Tensor],
+    pad_token_id: int,
+    accelerator: Accelerator,
+) -> Rollout:
+    """Score this process's completions under policy and reference, and join them with those of all processes.
+
+    Args:
+        model: policy, reference and critic.
+        args: micro_batch_size, temperature, kl_estimator.
+        prompts, prompt_ids, completions, completion_ids, ended, scores, rewards_by_function: of this process, as in
+            `Rollout`, ids unpadded.
+        pad_token_id: stands in padding.
+        accelerator: processes, and the precision of forward passes.
+
+    Returns:
+        The `Rollout` of all processes, the same on each of them.
+    """
+    device = model.device
+    tokens = record_policies(
+        model, prompt_ids, completion_ids, args, pad_token_id=pad_token_id, autocast=accelerator.autocast
+    )
+    rollout = Rollout(
+        prompts=prompts,
+        completions=completions,
+        ended=torch.tensor(ended, device=device),
+        scores=scores.to(device),
+        rewards_by_function={name: rewards.to(device) for name, rewards in rewards_by_function.items()},
+        **tokens,
+    )
+    if accelerator.num_processes == 1:
+        return rollout
+    return concat_rollouts([part.to(device) for part in gather_object([rollout.to("cpu")])])
 
 
 def trimmed_inputs(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from datasets import Dataset
 from peft import PeftConfig, PeftModel
 from torch import Tensor
@@ -33,7 +33,7 @@ from rlhf_kit.preparation import (
     warn_about_settings,
 )
 from rlhf_kit.rewards import RewardFunc, RewardFunctions
-from rlhf_kit.rollout import Rollout, compute_targets, concat_rollouts, record_policies, shaped_scores
+from rlhf_kit.rollout import Rollout, compute_targets, concat_rollouts, record_rollout, shaped_scores
 from rlhf_kit.sampling import Sampler, seeded
 from rlhf_kit.state import PPOState
 from rlhf_kit.update import Updater
@@ -99,7 +99,10 @@ class PPOTrainer:
         self.control = TrainerControl()
         self._progress = Progress()
         self._callbacks = CallbackList(
-            [*self._own_callbacks(), *(callbacks or [])],
+            [
+                *self._own_callbacks(),
+                *(callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []),
+            ],
             model=self.model,
             processing_class=self.processing_class,
             optimizer=self.updater.optimizer,
@@ -123,15 +126,14 @@ class PPOTrainer:
         prompts = self._required(self.train_prompts, "train_dataset")
         self._required(self.reward_funcs, "reward_funcs")
         metrics: dict[str, float] = {}
+        self.control.should_training_stop = False
         self._emit("on_train_begin")
         if self.eval_prompts is not None and self.state.iteration == 0:
             self.evaluate()
         while self.state.iteration < self.args.num_iterations and not self.control.should_training_stop:
-            self._emit("on_step_begin")
             batch = self._local_batch(prompts, self.state.iteration)
             rollout = self._collect(batch, TRAIN, self.state.iteration)
             metrics = self._learn(rollout)
-            self._emit("on_step_end")
             if self._evaluation_is_due():
                 self.evaluate()
         self.save_model()
@@ -141,6 +143,8 @@ class PPOTrainer:
     def _collect(self, batch: PromptBatch, stream: int, number: int) -> Rollout:
         """Sample completions, have them scored, and record what policy, critic and reference say of them."""
         rewards = self._required(self.reward_funcs, "reward_funcs")
+        if stream == TRAIN:
+            self._emit("on_step_begin")
         key = (self.args.seed, stream, number, self.accelerator.process_index)
         with self._phase("generate"), seeded(*key, device=self.model.device), self.accelerator.autocast():
             completion_ids, ended = self.sampler(self.model, batch.prompt_ids)
@@ -155,40 +159,26 @@ class PPOTrainer:
                 columns=batch.columns,
                 trainer_state=self.state,
             )
-        return self._record(batch.prompts, batch.prompt_ids, completions, completion_ids, ended, scores, by_function)
+        return self._record(
+            prompts=batch.prompts,
+            prompt_ids=batch.prompt_ids,
+            completions=completions,
+            completion_ids=completion_ids,
+            ended=ended,
+            scores=scores,
+            rewards_by_function=by_function,
+        )
 
-    def _record(
-        self,
-        prompts: list[Any],
-        prompt_ids: list[list[int]],
-        completions: list[Any],
-        completion_ids: list[list[int]],
-        ended: list[bool],
-        scores: Tensor,
-        rewards_by_function: dict[str, Tensor],
-    ) -> Rollout:
-        """Score this process's completions under policy and reference, and join them with those of all others."""
-        device = self.model.device
+    def _record(self, **samples: Any) -> Rollout:
+        """What policy, critic and reference say of this process's completions, joined with those of all others."""
         with self._phase("score"):
-            tokens = record_policies(
+            return record_rollout(
                 self.model,
-                prompt_ids,
-                completion_ids,
                 self.args,
                 pad_token_id=self.sampler.pad_token_id,
-                autocast=self.accelerator.autocast,
+                accelerator=self.accelerator,
+                **samples,
             )
-            rollout = Rollout(
-                prompts=prompts,
-                completions=completions,
-                ended=torch.tensor(ended, device=device),
-                scores=scores.to(device),
-                rewards_by_function={name: reward.to(device) for name, reward in rewards_by_function.items()},
-                **tokens,
-            )
-            if self.accelerator.num_processes > 1:
-                rollout = concat_rollouts([part.to(device) for part in gather_object([rollout.to("cpu")])])
-        return rollout
 
     def _learn(self, rollout: Rollout) -> dict[str, float]:
         """Turn a rollout into targets, update on them, steer the KL coefficient, and log."""
@@ -209,6 +199,7 @@ class PPOTrainer:
         state.iteration += 1
         state.episodes += len(rollout)
         state.global_step += int(update["optimizer_steps"])
+        self._emit("on_step_end")
         self._log_iteration(rollout, metrics)
         self._stop_if_not_finite(update)
         return metrics
@@ -296,6 +287,7 @@ class PPOTrainer:
             parts.append(self._collect(prompts.batch(mine), EVAL, number).head(len(chunk)))
         rollout = concat_rollouts(parts)
         metrics = {f"eval_{name}": value for name, value in rollout_metrics(rollout).items()}
+        metrics["eval_num_completions"] = float(len(rollout))
         labels = {"split": "eval", "iteration": self.state.iteration}
         self._seconds.clear()
         self._log(metrics, completion_rows(rollout, len(rollout), **labels) if self.args.log_completions else [])
@@ -374,10 +366,14 @@ class PPOTrainer:
             for ids in rows
         ]
 
+    def _is_last(self) -> bool:
+        return self.state.iteration == self.args.num_iterations or self.control.should_training_stop
+
     def _evaluation_is_due(self) -> bool:
-        done = self.state.iteration
-        every = self.args.eval_every or self.args.num_iterations
-        return self.eval_prompts is not None and (done % every == 0 or done == self.args.num_iterations)
+        asked, self.control.should_evaluate = self.control.should_evaluate, False
+        every = self.args.eval_every
+        due = asked or self._is_last() or (every is not None and self.state.iteration % every == 0)
+        return due and self.eval_prompts is not None
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -395,7 +391,8 @@ class PPOTrainer:
         metrics["tokens_per_second"] = float(rollout.completion_mask.sum()) / max(seconds, 1e-9)
         self._seconds.clear()
         done = self.state.iteration
-        if done % self.args.log_every == 0 or done in (1, self.args.num_iterations):
+        asked, self.control.should_log = self.control.should_log, False
+        if asked or done % self.args.log_every == 0 or done == 1 or self._is_last():
             labels = {"split": "train", "iteration": done}
             self._log(metrics, completion_rows(rollout, self.args.log_completions, **labels))
 
@@ -418,4 +415,4 @@ class PPOTrainer:
             )
 
     def _emit(self, event: str, **kwargs: Any) -> None:
-        self._callbacks(event, self.args, self.state, self.control, **kwargs)
+        self.control = self._callbacks(event, self.args, self.state, self.control, **kwargs)

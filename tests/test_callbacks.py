@@ -84,8 +84,8 @@ def test_events_come_in_order_with_their_iteration(tokenizer, config_factory):
     assert recorder.events == [
         ("on_init_end", 0),
         ("on_train_begin", 0), ("on_log", 0), ("on_evaluate", 0),
-        ("on_step_begin", 0), ("on_log", 1), ("on_step_end", 1), ("on_log", 1), ("on_evaluate", 1),
-        ("on_step_begin", 1), ("on_log", 2), ("on_step_end", 2), ("on_log", 2), ("on_evaluate", 2),
+        ("on_step_begin", 0), ("on_step_end", 1), ("on_log", 1), ("on_log", 1), ("on_evaluate", 1),
+        ("on_step_begin", 1), ("on_step_end", 2), ("on_log", 2), ("on_log", 2), ("on_evaluate", 2),
         ("on_train_end", 2),
     ]  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_callback_can_end_training_after_its_iteration(tokenizer, config_factory
     trainer = make_trainer(config_factory(num_iterations=5), tokenizer, callbacks=[StopAt(2), recorder])
     trainer.train()
     assert trainer.state.iteration == 2
-    assert recorder.events[-2:] == [("on_step_end", 2), ("on_train_end", 2)]
+    assert recorder.events[-3:] == [("on_step_end", 2), ("on_log", 2), ("on_train_end", 2)]
     assert (Path(trainer.args.output_dir) / "adapter_model.safetensors").exists()
 
 
@@ -187,7 +187,7 @@ def test_log_lines_are_written_as_they_come(tokenizer, config_factory, tmp_path)
     lengths = []
 
     class Look(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
+        def on_log(self, args, state, control, **kwargs):
             lengths.append(len(strict_lines(tmp_path / "run" / LOG_FILE)))
 
     make_trainer(config_factory(num_iterations=3), tokenizer, callbacks=[Look()]).train()
@@ -343,7 +343,9 @@ def wandb_files(tmp_path, monkeypatch):
 def test_wandb_gets_metrics_config_and_a_table_of_completions(wandb_files, tokenizer, config_factory):
     # kills: the run without name, completions not sent, metrics not sent
     args = config_factory(report_to=["wandb"], log_completions=2, num_iterations=1, run_name="first-try")
-    make_trainer(args, tokenizer).train()
+    trainer = make_trainer(args, tokenizer)
+    trainer.train()
+    trainer.accelerator.end_training()
     (record,) = wandb_files.rglob("*.wandb")
     content = record.read_bytes()
     assert all(text in content for text in (b"first-try", b"ref_kl_per_completion", b"kl_estimator"))
@@ -362,6 +364,7 @@ def test_trackio_gets_metrics(tmp_path, monkeypatch, tokenizer, config_factory):
     args = config_factory(report_to=["trackio"], run_name="first-try", num_iterations=2)
     trainer = make_trainer(args, tokenizer)
     trainer.train()
+    trainer.accelerator.end_training()
     import trackio
 
     (run,) = trackio.Api().runs("rlhf_kit")
