@@ -9,7 +9,7 @@ Without a hub:        python recipes/gpt2_periods.py --model_name_or_path packag
 A preset:             python recipes/gpt2_periods.py --config recipes/configs/kl_in_loss.yaml
 Another model:        python recipes/gpt2_periods.py --model_name_or_path Qwen/Qwen3-0.6B
 
-Hardware and time:    packaged:smollm2, 2 CPU cores, 24 GiB: see README.md, which shows the output of `make demo`.
+Hardware and time:    packaged:smollm2 on 2 CPU cores and 24 GiB; README.md shows the output and the time of each step.
 Expect:               `score` at least doubles while `reference KL` stays below 0.25 nats/token.
 Change first:         --kl_coef, --learning_rate, --num_iterations; then `count_periods` below.
 """
@@ -42,11 +42,11 @@ DEFAULTS = {
     "rollout_batch_size": 32,
     "mini_batch_size": 8,
     "ppo_epochs": 2,
-    "num_iterations": 8,
+    "num_iterations": 10,
     "max_completion_length": 24,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
-    "kl_coef": 0.1,
+    "kl_coef": 0.3,
 }
 
 
@@ -141,6 +141,14 @@ EVAL_PROMPTS = [
     "People who live in the desert",
     "The film begins with",
     "Early in the morning, the farmer",
+    "The letter from the bank said",
+    "In a small town by the sea",
+    "The new student was",
+    "When the lights went out",
+    "A good cup of coffee",
+    "The bus was late, and",
+    "My uncle used to work as",
+    "The garden behind the house",
 ]
 
 
