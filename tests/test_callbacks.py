@@ -246,14 +246,14 @@ def test_step_loop_is_logged_too(tokenizer, config_factory, tmp_path):
 
 def test_one_line_per_logged_iteration_when_not_on_a_terminal(tokenizer, config_factory, capsys):
     # kills: a bar in log files, lines on stderr, numbers of another iteration
-    args = config_factory(num_iterations=3, log_every=2)
+    args = config_factory(num_iterations=4, log_every=3)
     trainer = make_trainer(args, tokenizer, eval_dataset=PROMPTS[:1])
     capsys.readouterr()
     trainer.train()
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert [line.split("|")[0].split() for line in lines] == [
-        ["eval", "0/3"], ["train", "1/3"], ["train", "2/3"], ["train", "3/3"], ["eval", "3/3"]
+        ["eval", "0/4"], ["train", "1/4"], ["train", "3/4"], ["train", "4/4"], ["eval", "4/4"]
     ]  # fmt: skip
     for line, log in zip(lines, trainer.state.log_history, strict=True):
         prefix = "eval_" if "eval_score" in log else ""
@@ -348,7 +348,8 @@ def test_wandb_gets_metrics_config_and_a_table_of_completions(wandb_files, token
     trainer.accelerator.end_training()
     (record,) = wandb_files.rglob("*.wandb")
     content = record.read_bytes()
-    assert all(text in content for text in (b"first-try", b"ref_kl_per_completion", b"kl_estimator"))
+    assert b"\x09first-try" in content  # a string field of its own: the name, not the copy in the config
+    assert all(text in content for text in (b"ref_kl_per_completion", b"kl_estimator"))
     (table,) = wandb_files.rglob("completions_*.table.json")
     table = json.loads(table.read_text())
     assert table["columns"] == ["split", "iteration", "prompt", "completion", "score", "ref_kl", "length", "ended"]
@@ -477,3 +478,37 @@ def test_bug_run_name_is_seen_in_tensorboard(tokenizer, config_factory):
     args = config_factory(report_to=["tensorboard"], run_name="first-try", num_iterations=1)
     make_trainer(args, tokenizer).train()
     assert [file for file in Path(args.output_dir).rglob("events.out.tfevents.*") if "first-try" in str(file)]
+
+
+def test_bug_two_trainers_in_one_process_have_two_wandb_runs(wandb_files, tokenizer, config_factory):
+    # kills: runs left open after training, so that wandb.init hands the first one out again
+    runs = []
+    for name in ("one", "two"):
+        args = config_factory(output_dir=f"{wandb_files}/{name}", report_to=["wandb"], run_name=name, num_iterations=1)
+        trainer = make_trainer(args, tokenizer)
+        trainer.train()
+        runs.append(trainer.accelerator.trackers[0].run.name)
+    trainer.accelerator.end_training()
+    assert runs == ["one", "two"]
+
+
+def test_bug_the_last_iteration_is_logged_when_an_evaluation_ends_the_run(tokenizer, config_factory):
+    # kills: the decision to log taken before on_evaluate, where early stopping sets should_training_stop
+    class Stop(TrainerCallback):
+        def on_evaluate(self, args, state, control, **kwargs):
+            control.should_training_stop = state.iteration == 2
+
+    args = config_factory(num_iterations=9, log_every=5, eval_every=2)
+    trainer = make_trainer(args, tokenizer, callbacks=[Stop()], eval_dataset=PROMPTS[:1])
+    trainer.train()
+    assert [log["iteration"] for log in trainer.state.log_history if "score" in log] == [1, 2]
+
+
+def test_bug_step_loop_has_the_events_of_an_iteration(tokenizer, config_factory):
+    # kills: on_step_end without on_step_begin
+    recorder = Recorder()
+    trainer = make_trainer(config_factory(), tokenizer, callbacks=[recorder])
+    queries = [torch.tensor([5, 6])] * 8
+    trainer.step(queries, trainer.generate(queries), [1.0] * 8)
+    names = recorder.names()
+    assert names.count("on_step_begin") == names.count("on_step_end")

@@ -81,8 +81,9 @@ def test_flags_yaml_and_keywords_give_the_same_config(settings, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items()))
     expected = PPOConfig(**settings)
-    assert parse(*as_flags(settings)) == expected
-    assert parse("--config", str(file)) == expected
+    for config in (parse(*as_flags(settings)), parse("--config", str(file))):
+        assert config == expected
+        assert {n: type(getattr(config, n)) for n in settings} == {n: type(value) for n, value in settings.items()}
 
 
 def test_nothing_given_gives_the_defaults():

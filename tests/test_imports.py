@@ -22,6 +22,7 @@ ROWS = [
         "loading",
         "modeling",
         "packaged",
+        "probes",
         "rewards",
         "sampling",
         "scoring",

@@ -6,6 +6,7 @@ import math
 import pytest
 from conftest import TEXTS, make_lora, make_model
 
+import rlhf_kit.trainer
 from rlhf_kit import PPOTrainer
 from rlhf_kit.kl_control import adapted_kl_coef
 
@@ -41,8 +42,15 @@ def test_never_below_zero(n):
     assert not math.copysign(1, adapted_kl_coef(0.2, kl=0, target_kl=1, horizon=1, num_completions=n)) < 0
 
 
-def test_the_trainer_steers_by_the_kl_it_logs(tokenizer, config_factory):
+def test_the_trainer_steers_by_the_kl_it_logs(tokenizer, config_factory, monkeypatch):
     # kills: KL per token instead of per completion, the coefficient of the next iteration logged
+    asked = []
+
+    def watched(kl_coef, **kwargs):
+        asked.append((kl_coef, kwargs))
+        return adapted_kl_coef(kl_coef, **kwargs)
+
+    monkeypatch.setattr(rlhf_kit.trainer, "adapted_kl_coef", watched)
     args = config_factory(
         num_iterations=4, target_kl=0.01, kl_horizon=100.0, kl_coef=0.3, learning_rate=1e-2, log_completions=0
     )
@@ -58,11 +66,10 @@ def test_the_trainer_steers_by_the_kl_it_logs(tokenizer, config_factory):
     with open(f"{args.output_dir}/log.jsonl", encoding="utf-8") as file:
         logs = [json.loads(line) for line in file]
     assert logs[0]["kl_coef"] == 0.3
-    for this, following in zip(logs, [*logs[1:], {"kl_coef": trainer.state.kl_coef}], strict=True):
-        expected = adapted_kl_coef(
-            this["kl_coef"], kl=this["ref_kl_per_completion"], target_kl=0.01, horizon=100, num_completions=8
-        )
-        assert following["kl_coef"] == pytest.approx(expected)
+    fixed = {"target_kl": 0.01, "horizon": 100.0, "num_completions": 8}
+    assert asked == [(log["kl_coef"], {"kl": log["ref_kl_per_completion"], **fixed}) for log in logs]
+    for (kl_coef, kwargs), following in zip(asked, [*logs[1:], {"kl_coef": trainer.state.kl_coef}], strict=True):
+        assert following["kl_coef"] == adapted_kl_coef(kl_coef, **kwargs)
     assert len({log["kl_coef"] for log in logs}) > 2
 
 

@@ -261,3 +261,38 @@ def test_bug_log_without_completions_file_is_still_told(tmp_path):
     write(tmp_path, LOG, ROWS)
     (tmp_path / COMPLETIONS_FILE).unlink()
     assert "Held-out prompts" in run_summary(tmp_path)
+
+
+def test_bug_numbers_that_were_not_finite(tmp_path):
+    # kills: null, which the log writes for NaN, formatted as a number
+    log = [*LOG[:3], {"iteration": 3, **numbers(score=None, ref_kl=None)}]
+    rows = [{**entry, "ref_kl": None} for entry in ROWS]
+    assert "Training prompts" in run_summary(write(tmp_path, log, rows))
+
+
+def test_bug_held_out_numbers_are_those_of_the_same_prompts(tokenizer, config_factory):
+    # kills: an evaluation of other prompts told apart by their number only
+    args = config_factory(num_iterations=1)
+    trainer = make_trainer(args, tokenizer)
+    trainer.reward_funcs._funcs[0] = lambda prompts, **kwargs: [100.0 if "else" in text else 1.0 for text in prompts]
+    trainer.train()
+    trainer.evaluate([{"prompt": f"Something else {i}"} for i in range(3)])
+    held_out = run_summary(args.output_dir).split("Held-out prompts")[1]
+    assert held_out.splitlines()[1].split() == ["score", "1.00", "1.00"]
+
+
+def test_bug_chats_that_differ_before_the_last_message_are_not_paired(tmp_path):
+    # kills: prompts told apart by their last message
+    def chat(system):
+        return [{"role": "system", "content": system}, {"role": "user", "content": "Why?"}]
+
+    rows = [row("eval", i, chat(s), f"{s} {i}") for i in (0, 3) for s in ("kind", "rude")]
+    lines = run_summary(write(tmp_path, LOG, rows)).splitlines()
+    words = [line.split()[-2:] for line in lines if line.split()[:1] in (["before"], ["after"])]
+    assert words == [["kind", "0"], ["kind", "3"], ["rude", "0"], ["rude", "3"]]
+
+
+@pytest.mark.parametrize("text", ["prix\u00a0: 3", "\u6771\u4eac\u3000\u5927\u962a", "\U0001f469\u200d\U0001f680"])
+def test_bug_readable_text_is_shown_as_it_is(text, tmp_path):
+    # kills: no-break and ideographic spaces and joined emoji shown as \\xa0, \\u3000, \\u200d
+    assert "\\" not in "".join(layout(tmp_path, text, text, text))

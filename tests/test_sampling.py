@@ -40,7 +40,7 @@ def make_sampler(tokenizer, model=None, **overrides):
 
 @pytest.fixture
 def draws(monkeypatch):
-    """What `torch.multinomial` is given and gives: a list of (probabilities (B, V), tokens (B,)), one for each step."""
+    """What `torch.multinomial` is given and gives, step by step: a list of (probabilities (B, V), tokens (B,))."""
     multinomial, seen = torch.multinomial, []
 
     def watched(probabilities, num_samples, **kwargs):
@@ -75,11 +75,13 @@ def script(monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.9])
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_score_replays_the_probabilities_tokens_were_drawn_with(family, temperature, tokenizer, draws):
+@pytest.mark.parametrize(
+    ("family", "overrides"), [*((name, {}) for name in FAMILIES), ("gemma3", {"sliding_window": 4})]
+)
+def test_score_replays_the_probabilities_tokens_were_drawn_with(family, overrides, temperature, tokenizer, draws):
     # kills: temperature missing on either side, dropout while sampling, adapters off while sampling,
     # kills: masks made by comparing ids with the pad id (a prompt holds EOS = pad), left padding attended to
-    model = make_policy(family)
+    model = make_policy(family, **overrides)
     model.train()
     sampler = make_sampler(tokenizer, model, temperature=temperature, max_completion_length=12)
     widths = []
@@ -530,9 +532,13 @@ def test_seeded_leaves_the_global_generators_alone(tokenizer):
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     with seeded(1, 2, device=CPU):
         make_sampler(tokenizer, model)(model, PROMPTS)
-    with pytest.raises(ZeroDivisionError), seeded(1, 2, device=CPU):
+
+    def fails():
         torch.rand(3)
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), seeded(1, 2, device=CPU):
+        fails()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]
     assert random.getstate() == before[2]

@@ -1,4 +1,4 @@
-"""Scoring passes against a plain slow reference: one unpadded row at a time, the whole vocabulary at every position."""
+"""Scoring passes against a plain slow reference: one unpadded row at a time, all positions, the whole vocabulary."""
 
 import contextlib
 import copy
@@ -347,10 +347,14 @@ def test_sampling_mode():
     # kills: dropout or gradients left on while sampling, modes or gradients not given back
     model = dropout_policy("gpt2")
     before = modes(model)
-    with pytest.raises(ZeroDivisionError), model.sampling_mode():
+
+    def look_and_fail():
         assert not any(modes(model).values())
         assert not torch.is_grad_enabled()
         raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), model.sampling_mode():
+        look_and_fail()
     assert modes(model) == before
     assert torch.is_grad_enabled()
 
@@ -395,6 +399,23 @@ def test_checkpointed_gradients_equal_plain_ones(family, training):
     found = gradients(model, True)
     for name, gradient in expected.items():
         assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_reference_pass_between_forward_and_backward():
+    # kills: adapters off, or without gradient, in the recomputation
+    model = make_policy("llama")
+    expected = gradients(model, False)
+    score = model.score
+
+    def score_then_reference(ids, mask, **kwargs):
+        outputs = score(ids, mask, **kwargs)
+        model.score_reference(ids, mask, completion_length=kwargs["completion_length"])
+        return outputs
+
+    model.score = score_then_reference
+    for checkpointing in (False, True):
+        for name, gradient in gradients(model, checkpointing).items():
+            assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_checkpointing_together_with_transformers_own_switch():

@@ -405,7 +405,7 @@ def test_explained_variance_refuses_a_mask_of_another_shape():
         explained_variance(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 1, dtype=torch.bool))
 
 
-# kills: `variance > 0` as the sign that returns vary (rounding noise of 1e-17 is above 0)
+# kills: x is centred once and any variance above 0 counts as variation (rounding leaves about 1e-17)
 @pytest.mark.parametrize(("number", "count"), [(0.1, 7), (0.3, 6), (-1.7, 3), (1000.1, 3)])
 def test_explained_variance_of_any_constant_returns_is_0(number, count):
     returns = torch.full((count,), number)
