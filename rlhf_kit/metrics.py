@@ -5,6 +5,8 @@ from typing import Any
 from rlhf_kit.functional import explained_variance, masked_mean, masked_sum, masked_var
 from rlhf_kit.rollout import Rollout, Targets
 
+OTHER_PROMPTS = "eval_other_prompts"  # marks an evaluation on prompts that are not the run's own
+
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     """What the policy did and how far from the reference it is; the same for training and evaluation.

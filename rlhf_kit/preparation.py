@@ -186,16 +186,34 @@ def id_lists(name: str, tensors: Any, vocab_size: int) -> list[list[int]]:
     return rows
 
 
-def checked_scores(scores: Any, count: int) -> Tensor:
-    """Scores given as a tensor or a list of numbers, as (count,) float32.
+def check_stop_ids(ids: list[int], vocab_size: int) -> None:
+    """Raise `ValueError` for an end token that the model can never sample."""
+    unknown = [i for i in ids if i >= vocab_size]
+    if unknown:
+        raise ValueError(
+            f"end tokens {unknown} (stop_token_ids, or EOS) lie outside the model's vocabulary of {vocab_size} tokens."
+        )
+
+
+def checked_step(
+    queries: Any, responses: Any, scores: Any, *, share: int, rollout_batch_size: int, vocab_size: int
+) -> tuple[list[list[int]], list[list[int]], Tensor]:
+    """The arguments of `PPOTrainer.step` as ids and (share,) float32 scores.
 
     Raises:
-        ValueError: a wrong number of them, or one that is not finite.
+        ValueError: a wrong number of them, ids that cannot be, or a score that is not finite.
     """
-    tensor = torch.tensor([float(score) for score in scores], dtype=torch.float32)
-    if len(tensor) != count:
-        raise ValueError(f"{len(tensor)} scores were given for {count} responses.")
-    bad = (~tensor.isfinite()).nonzero().flatten().tolist()
+    prompt_ids = id_lists("queries", queries, vocab_size)
+    completion_ids = id_lists("responses", responses, vocab_size)
+    if not len(prompt_ids) == len(completion_ids) == share:
+        raise ValueError(
+            f"step() got {len(prompt_ids)} queries and {len(completion_ids)} responses; this process's share of "
+            f"rollout_batch_size={rollout_batch_size} is {share}."
+        )
+    numbers = torch.tensor([float(score) for score in scores], dtype=torch.float32)
+    if len(numbers) != share:
+        raise ValueError(f"{len(numbers)} scores were given for {share} responses.")
+    bad = (~numbers.isfinite()).nonzero().flatten().tolist()
     if bad:
-        raise ValueError(f"scores[{bad[0]}] is {float(tensor[bad[0]])}: scores must be finite numbers.")
-    return tensor
+        raise ValueError(f"scores[{bad[0]}] is {float(numbers[bad[0]])}: scores must be finite numbers.")
+    return prompt_ids, completion_ids, numbers

@@ -2,13 +2,14 @@
 
 import json
 import textwrap
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 from rlhf_kit.callbacks import COMPLETIONS_FILE, LOG_FILE
+from rlhf_kit.metrics import OTHER_PROMPTS
 
 WIDTH = 100  # columns of the text
-COUNT = "eval_num_completions"  # tells evaluations of other prompts apart
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -34,8 +35,7 @@ def run_summary(output_dir: str | Path) -> str:
         raise FileNotFoundError(f"{folder} holds no {LOG_FILE}: is it the output_dir of a run that has logged?")
     log = read_jsonl(folder / LOG_FILE)
     train = [line for line in log if "score" in line]
-    evaluations = [line for line in log if "eval_score" in line]
-    evaluations = [e for e in evaluations if e.get(COUNT) == evaluations[0].get(COUNT)]
+    evaluations = [line for line in log if "eval_score" in line and OTHER_PROMPTS not in line]
     parts = []
     if train:
         parts.append(_comparison("Training prompts", train[0], train[-1], ""))
@@ -57,7 +57,7 @@ def _comparison(title: str, first: dict[str, Any], last: dict[str, Any], prefix:
     ]
     head = f"{title:32} iteration {first['iteration']:>4}   iteration {last['iteration']:>4}"
     lines = [
-        f"  {label:30} {form.format(first[prefix + key]):>14}   {form.format(last[prefix + key]):>14}"
+        f"  {label:30} {_number(first[prefix + key], form):>14}   {_number(last[prefix + key], form):>14}"
         for label, key, form in rows
     ]
     return "\n".join([head, *lines])
@@ -69,26 +69,35 @@ def _before_and_after(rows: list[dict[str, Any]]) -> str:
     last: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row["split"] == "eval":
-            prompt = _text(row["prompt"])
-            first.setdefault(prompt, row)
-            last[prompt] = row
+            key = json.dumps(row["prompt"])
+            first.setdefault(key, row)
+            last[key] = row
     lines = []
-    for prompt, old in first.items():
-        if last[prompt]["iteration"] == old["iteration"]:
+    for key, old in first.items():
+        if last[key]["iteration"] == old["iteration"]:
             continue
-        lines += ["", textwrap.fill(prompt, WIDTH, initial_indent="  ", subsequent_indent="    ")]
-        for name, row in (("before", old), ("after", last[prompt])):
-            label = f"  {name:>8} {row['score']:6.2f} {row['ref_kl']:6.3f}  "
+        lines += ["", textwrap.fill(_text(old["prompt"]), WIDTH, initial_indent="  ", subsequent_indent="    ")]
+        for name, row in (("before", old), ("after", last[key])):
+            label = f"  {name:>8} {_number(row['score'], '{:6.2f}')} {_number(row['ref_kl'], '{:6.3f}')}  "
             text = _text(row["completion"]) or "(nothing)"
             lines.append(textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label)))
     title = "The same held-out prompts, before and after (score, reference KL in nats per token):"
     return "\n".join([title, *lines]) if lines else ""
 
 
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else form.format(value)
+
+
 def _text(value: Any) -> str:
     """A prompt or completion on one printable line; of a chat, its last message."""
     text = value if isinstance(value, str) else value[-1]["content"]
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text).strip()
+    return "".join(c.encode("unicode_escape").decode() if _is_control(c) else c for c in text).strip()
+
+
+def _is_control(character: str) -> bool:
+    """Whether it would break a line or change the terminal; joiners inside emoji and words are neither."""
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in "\u200c\u200d"
 
 
 def _places(folder: Path) -> str:

@@ -14,9 +14,9 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from threading import Thread
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class RewardFunctions:
         self._weights = torch.tensor(weights, dtype=torch.float32)
         self.names = _unique([_name(func) for func in self._funcs])
         self._parameters = [_named_parameters(func) for func in self._funcs]
+        self._loop: asyncio.AbstractEventLoop | None = None
         if column_names is not None:
             self.check_arguments(column_names)
 
@@ -121,7 +122,14 @@ class RewardFunctions:
                 f"no reward function applies to completion {i}: {self.names} all returned None. "
                 f"{_sample(prompts[i], completions[i])} Return a number, e.g. 0.0, from at least one of them."
             )
-        return (table.nan_to_num(0.0) * self._weights).sum(-1), by_name
+        scores = (table.nan_to_num(0.0) * self._weights).sum(-1)  # (B,)
+        if not scores.isfinite().all():
+            i = int((~scores.isfinite()).nonzero()[0])
+            raise ValueError(
+                f"the weighted sum of {self.names} for completion {i} does not fit in float32: scale rewards or "
+                f"reward_weights down. {_sample(prompts[i], completions[i])}"
+            )
+        return scores, by_name
 
     def _call_all(self, given: dict[str, Any], batch_size: int) -> list[Any]:
         outputs: list[Any] = []
@@ -133,10 +141,15 @@ class RewardFunctions:
                 error.add_note(f"raised by reward function {name!r} on {batch_size} completions.")
                 raise
         if any(inspect.isawaitable(output) for output in outputs):
-            # A thread of its own, so that this also works inside a running event loop, as in a notebook.
-            with ThreadPoolExecutor(1) as pool:
-                outputs = pool.submit(asyncio.run, _gather(self.names, outputs)).result()
+            outputs = asyncio.run_coroutine_threadsafe(_gather(self.names, outputs), self._event_loop()).result()
         return outputs
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        """One loop for the whole run, so that HTTP clients live on, in a thread, so that notebooks have theirs."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
+        return self._loop
 
     def check_arguments(self, column_names: Sequence[str]) -> None:
         """Raise `ValueError` if a dataset with these columns lacks an argument, or has one of a name that is taken."""
@@ -250,26 +263,23 @@ def _signature(func: RewardFunc) -> inspect.Signature | None:
 def _named_parameters(func: RewardFunc) -> set[str] | None:
     """Arguments to pass by name; None = all there are."""
     signature = _signature(func)
-    if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return None
-    by_position = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    parameters = list(signature.parameters.values()) if signature else []
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    by_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not by_keyword:
+        by_position += [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
     if by_position:
         raise ValueError(
             f"reward function {_name(func)!r} takes {by_position} by position, but arguments are passed by name: "
             "declare e.g. (completions, **kwargs)."
         )
-    return set(signature.parameters)
+    return None if by_keyword or signature is None else set(signature.parameters)
 
 
 def _own_copies(given: dict[str, Any], parameters: set[str] | None) -> dict[str, Any]:
     """The arguments of one function, as lists of its own: what it does to them reaches nobody else."""
     own = {name: value for name, value in given.items() if parameters is None or name in parameters}
-    for name, value in own.items():
-        if name in ("prompts", "completions", "completion_ids"):
-            own[name] = copy.deepcopy(value)
-        elif isinstance(value, list):
-            own[name] = list(value)
-    return own
+    return {name: copy.deepcopy(value) if isinstance(value, list) else value for name, value in own.items()}
 
 
 def _required_parameters(func: RewardFunc) -> list[str]:

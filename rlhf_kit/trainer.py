@@ -21,11 +21,12 @@ from rlhf_kit.config import PPOConfig
 from rlhf_kit.data import PromptBatch, PromptDataset, prompt_order
 from rlhf_kit.kl_control import adapted_kl_coef
 from rlhf_kit.loading import max_positions
-from rlhf_kit.metrics import completion_rows, rollout_metrics, target_metrics
+from rlhf_kit.metrics import OTHER_PROMPTS, completion_rows, rollout_metrics, target_metrics
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.preparation import (
     build_model,
-    checked_scores,
+    check_stop_ids,
+    checked_step,
     id_lists,
     load_tokenizer,
     make_accelerator,
@@ -83,6 +84,7 @@ class PPOTrainer:
         self.model.create_reference(ref_model)
         self.processing_class = processing_class or load_tokenizer(model, self.model)
         self.sampler = Sampler(self.processing_class, args, self.model.generation_config)
+        check_stop_ids(self.sampler.stop_token_ids, self._vocab_size())
         self.train_prompts = self._prompts(train_dataset)
         self.eval_prompts = self._prompts(eval_dataset)
         if args.eval_every is not None and eval_dataset is None:
@@ -99,16 +101,14 @@ class PPOTrainer:
         self.control = TrainerControl()
         self._progress = Progress()
         self._callbacks = CallbackList(
-            [
-                *self._own_callbacks(),
-                *(callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks else []),
-            ],
+            self._own_callbacks() + _as_list(callbacks),
             model=self.model,
             processing_class=self.processing_class,
             optimizer=self.updater.optimizer,
             lr_scheduler=self.updater.lr_scheduler,
         )
         self._seconds: dict[str, float] = defaultdict(float)
+        self._unlogged: tuple[dict[str, float], list[dict[str, Any]]] | None = None
         self._emit("on_init_end")
 
     # The algorithm
@@ -136,6 +136,8 @@ class PPOTrainer:
             metrics = self._learn(rollout)
             if self._evaluation_is_due():
                 self.evaluate()
+        if self._unlogged is not None:  # a callback ended the run after the decision not to log
+            self._log(*self._unlogged)
         self.save_model()
         self._emit("on_train_end")
         return metrics
@@ -216,7 +218,7 @@ class PPOTrainer:
             One (T_i,) int64 tensor per prompt: the completion alone, its end token included.
         """
         with self.accelerator.autocast():
-            completion_ids, _ = self.sampler(self.model, self._id_lists("query_tensors", query_tensors))
+            completion_ids, _ = self.sampler(self.model, id_lists("query_tensors", query_tensors, self._vocab_size()))
         return [torch.tensor(ids, device=self.model.device) for ids in completion_ids]
 
     def step(
@@ -242,20 +244,22 @@ class PPOTrainer:
                 f"step() was called more often than num_iterations={self.args.num_iterations}, for which the learning "
                 "rate was planned: raise num_iterations."
             )
-        prompt_ids, completion_ids = self._id_lists("queries", queries), self._id_lists("responses", responses)
-        share = len(self._share(self.args.num_prompts_per_iteration())) * self.args.num_completions_per_prompt
-        if not len(prompt_ids) == len(completion_ids) == share:
-            raise ValueError(
-                f"step() got {len(prompt_ids)} queries and {len(completion_ids)} responses; this process's share of "
-                f"rollout_batch_size={self.args.rollout_batch_size} is {share}."
-            )
+        prompt_ids, completion_ids, numbers = checked_step(
+            queries,
+            responses,
+            scores,
+            share=len(self._share(self.args.num_prompts_per_iteration())) * self.args.num_completions_per_prompt,
+            rollout_batch_size=self.args.rollout_batch_size,
+            vocab_size=self._vocab_size(),
+        )
+        self._emit("on_step_begin")
         rollout = self._record(
             prompts=self._decode(prompt_ids),
             prompt_ids=prompt_ids,
             completions=self._decode(completion_ids),
             completion_ids=completion_ids,
             ended=[self.sampler.has_ended(ids) for ids in completion_ids],
-            scores=checked_scores(scores, share),
+            scores=numbers,
             rewards_by_function={},
         )
         return self._learn(rollout)
@@ -287,10 +291,11 @@ class PPOTrainer:
             parts.append(self._collect(prompts.batch(mine), EVAL, number).head(len(chunk)))
         rollout = concat_rollouts(parts)
         metrics = {f"eval_{name}": value for name, value in rollout_metrics(rollout).items()}
-        metrics["eval_num_completions"] = float(len(rollout))
-        labels = {"split": "eval", "iteration": self.state.iteration}
+        if eval_dataset is not None:
+            metrics[OTHER_PROMPTS] = 1.0
+        rows = completion_rows(rollout, len(rollout), split="eval", iteration=self.state.iteration)
         self._seconds.clear()
-        self._log(metrics, completion_rows(rollout, len(rollout), **labels) if self.args.log_completions else [])
+        self._log(metrics, rows if self.args.log_completions else [])
         self._emit("on_evaluate", metrics=metrics)
         return metrics
 
@@ -342,9 +347,6 @@ class PPOTrainer:
             raise ValueError(f"this needs {name}: pass it to PPOTrainer, or run your own loop with generate and step.")
         return part
 
-    def _id_lists(self, name: str, tensors: Sequence[Tensor]) -> list[list[int]]:
-        return id_lists(name, tensors, self._vocab_size())
-
     def _vocab_size(self) -> int:
         return self.model.config.get_text_config().vocab_size
 
@@ -392,9 +394,11 @@ class PPOTrainer:
         self._seconds.clear()
         done = self.state.iteration
         asked, self.control.should_log = self.control.should_log, False
-        if asked or done % self.args.log_every == 0 or done == 1 or self._is_last():
-            labels = {"split": "train", "iteration": done}
-            self._log(metrics, completion_rows(rollout, self.args.log_completions, **labels))
+        rows = completion_rows(rollout, self.args.log_completions, split="train", iteration=done)
+        due = asked or done % self.args.log_every == 0 or done == 1 or self._is_last()
+        self._unlogged = None if due else (metrics, rows)
+        if due:
+            self._log(metrics, rows)
 
     def _log(self, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
         state = self.state
@@ -416,3 +420,7 @@ class PPOTrainer:
 
     def _emit(self, event: str, **kwargs: Any) -> None:
         self.control = self._callbacks(event, self.args, self.state, self.control, **kwargs)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

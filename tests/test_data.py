@@ -403,10 +403,10 @@ def test_padding_leaves_its_rows_alone():
     assert rows == before
 
 
-# Wrong or unclear today
+# Found by breaking it
 
 
-def test_bug_tools_of_a_row_reach_the_template():
+def test_tools_of_a_row_reach_the_template():
     # kills: tools given inside the example, where TRL's apply_chat_template does not look
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + TEMPLATE
@@ -415,45 +415,45 @@ def test_bug_tools_of_a_row_reach_the_template():
     assert tokenizer.decode(batch.prompt_ids[0]).startswith("[search]<user>")
 
 
-def test_bug_rows_may_leave_out_template_arguments(chat_tokenizer):
+def test_rows_may_leave_out_template_arguments(chat_tokenizer):
     # kills: **None, where a datasets.Dataset fills the column of a row that has none
     rows = [{"prompt": USER, "chat_template_kwargs": {"a": 1}}, {"prompt": USER, "chat_template_kwargs": None}]
     assert len(load(rows, chat_tokenizer)) == 2
 
 
-def test_bug_a_chat_that_cannot_be_answered_is_named(chat_tokenizer):
+def test_a_chat_that_cannot_be_answered_is_named(chat_tokenizer):
     # kills: TRL's "Invalid role in the last message: system" without a row
     with pytest.raises((TypeError, ValueError), match="row 1"):
         load([{"prompt": USER}, {"prompt": SYSTEM[:1]}], chat_tokenizer)
 
 
-def test_bug_a_row_without_prompt_is_named(tokenizer):
+def test_a_row_without_prompt_is_named(tokenizer):
     # kills: a bare KeyError: 'prompt'
     with pytest.raises((TypeError, ValueError), match="row 1"):
         load([{"prompt": "a"}, {"answer": "b"}], tokenizer)
 
 
 @pytest.mark.parametrize("second", [{"prompt": "b"}, {"prompt": "b", "answer": 1, "source": 2}])
-def test_bug_rows_with_other_columns_than_the_first_are_refused_when_built(second, tokenizer):
+def test_rows_with_other_columns_than_the_first_are_refused_when_built(second, tokenizer):
     # kills: a KeyError in the iteration that first draws the row; a column dropped in silence
     with pytest.raises((TypeError, ValueError), match="row 1"):
         load([{"prompt": "a", "answer": 1}, second], tokenizer)
 
 
 @pytest.mark.parametrize("dataset", [["first prompt", "second prompt"], "one prompt", [1, 2]])
-def test_bug_a_list_of_texts_is_told_to_be_a_list_of_dicts(dataset, tokenizer):
+def test_a_list_of_texts_is_told_to_be_a_list_of_dicts(dataset, tokenizer):
     # kills: "the dataset has no 'prompt' column; it has [' ', 'f', ...]"; "argument of type 'int' is not iterable"
     with pytest.raises((TypeError, ValueError), match="dict"):
         load(dataset, tokenizer)
 
 
-def test_bug_a_chat_without_messages_is_named(chat_tokenizer):
+def test_a_chat_without_messages_is_named(chat_tokenizer):
     # kills: a bare IndexError from TRL
     with pytest.raises((TypeError, ValueError), match="row 1"):
         load([{"prompt": USER}, {"prompt": []}], chat_tokenizer)
 
 
-def test_bug_text_and_chats_in_one_dataset(chat_tokenizer, config_factory):
+def test_text_and_chats_in_one_dataset(chat_tokenizer, config_factory):
     # kills: the format of every completion in a batch taken from the batch's first prompt
     seen = []
 
@@ -468,7 +468,7 @@ def test_bug_text_and_chats_in_one_dataset(chat_tokenizer, config_factory):
     assert [pair for pair in seen if type(pair[0]) is not type(pair[1])] == []
 
 
-def test_bug_advice_for_raw_text_can_be_followed(tokenizer):
+def test_advice_for_raw_text_can_be_followed(tokenizer):
     # kills: "set truncate_prompts", which PPOConfig refuses together with text_prompt_length
     with pytest.raises(ValueError, match="context of 15") as info:
         load([{"text": LETTERS}], tokenizer, text_prompt_length=20, context_length=15)
@@ -476,14 +476,14 @@ def test_bug_advice_for_raw_text_can_be_followed(tokenizer):
     assert "truncate_prompts" not in str(info.value)
 
 
-def test_bug_advice_for_a_completion_that_fills_the_context_can_be_followed(tokenizer):
+def test_advice_for_a_completion_that_fills_the_context_can_be_followed(tokenizer):
     # kills: "set truncate_prompts", which is then refused because no token of the prompt is left
     with pytest.raises(ValueError, match="context of 6") as info:
         load([{"prompt": LETTERS}], tokenizer, context_length=6)
     assert "truncate_prompts" not in str(info.value)
 
 
-def test_bug_prompt_column_beside_text_is_not_lost(tokenizer):
+def test_prompt_column_beside_text_is_not_lost(tokenizer):
     # kills: with text_prompt_length a "prompt" column vanishes: neither used, nor passed on, nor refused
     try:
         batch = everything([{"text": LETTERS, "prompt": "question"}], tokenizer, text_prompt_length=3)
@@ -493,15 +493,21 @@ def test_bug_prompt_column_beside_text_is_not_lost(tokenizer):
         assert batch.columns.get("prompt") == ["question"]
 
 
-def test_bug_data_frame_is_refused_with_advice(tokenizer):
+def test_data_frame_is_refused_with_advice(tokenizer):
     # kills: a bare KeyError: 0
     pandas = pytest.importorskip("pandas")
     with pytest.raises(TypeError, match="DataFrame"):
         load(pandas.DataFrame({"prompt": ["a"]}), tokenizer)
 
 
-def test_bug_tokens_outside_the_vocabulary_of_the_model_are_refused_when_built(tokenizer, config_factory):
+def test_tokens_outside_the_vocabulary_of_the_model_are_refused_when_built(tokenizer, config_factory):
     # kills: "IndexError: index out of range in self" from the embedding, in the first iteration
     model = make_model("llama", vocab_size=60)
     with pytest.raises(ValueError, match="60"):
         make_trainer(config_factory(), tokenizer, [{"prompt": LETTERS}], model=model)
+
+
+def test_stop_token_id_outside_the_vocabulary_is_refused_when_built(tokenizer, config_factory):
+    # kills: an end token that can never be sampled, accepted without a word
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        make_trainer(config_factory(stop_token_ids=[300]), tokenizer, [{"prompt": "a"}])

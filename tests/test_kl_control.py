@@ -73,10 +73,10 @@ def test_the_trainer_steers_by_the_kl_it_logs(tokenizer, config_factory, monkeyp
     assert len({log["kl_coef"] for log in logs}) > 2
 
 
-# Wrong or unclear today
+# Found by breaking it
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
-def test_bug_one_bad_rollout_does_not_poison_the_coefficient(kl):
+def test_one_bad_rollout_does_not_poison_the_coefficient(kl):
     # kills: min(max(nan, -.2), .2) is nan: the coefficient stays NaN after the rollout that was not finite is gone
     assert math.isfinite(adapted_kl_coef(0.2, kl=kl, **PUBLISHED))

@@ -43,6 +43,7 @@ ROWS = [
     row("eval", 0, "A cat", " meows", 2.0, 0.0),
     row("train", 1, "A cow", " moos", 9.0, 0.9),
     row("train", 3, "A pig", " oinks", 9.0, 0.9),
+    row("train", 3, "A cow", " chews", 9.0, 0.9),
     row("eval", 3, "A dog", " sings.", 3.0, 0.25),
     row("eval", 3, "A cat", " dances.", 4.0, 0.5),
 ]
@@ -196,11 +197,11 @@ def make_trainer(args, tokenizer, rows=None):
     )
 
 
-# Wrong or unclear today
+# Found by breaking it
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_bug_summary_of_a_run_that_was_also_evaluated_by_hand(when, tokenizer, config_factory):
+def test_summary_of_a_run_that_was_also_evaluated_by_hand(when, tokenizer, config_factory):
     # kills: two evaluations at one iteration: "zip() argument 2 is longer than argument 1"
     args = config_factory(num_iterations=1)
     trainer = make_trainer(args, tokenizer)
@@ -212,7 +213,7 @@ def test_bug_summary_of_a_run_that_was_also_evaluated_by_hand(when, tokenizer, c
     assert pairs(run_summary(args.output_dir)) == 3
 
 
-def test_bug_summary_after_an_evaluation_on_other_prompts(tokenizer, config_factory):
+def test_summary_after_an_evaluation_on_other_prompts(tokenizer, config_factory):
     # kills: before and after paired by position although the prompts differ
     args = config_factory(num_iterations=1)
     trainer = make_trainer(args, tokenizer)
@@ -222,7 +223,7 @@ def test_bug_summary_after_an_evaluation_on_other_prompts(tokenizer, config_fact
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
-def test_bug_line_separators_of_unicode_in_a_text(separator, tmp_path):
+def test_line_separators_of_unicode_in_a_text(separator, tmp_path):
     # kills: str.splitlines in read_jsonl, which cuts a JSON line at a character inside a text
     rows = [row("eval", 0, "a", f"x{separator}y")]
     write(tmp_path, LOG, rows)
@@ -230,25 +231,25 @@ def test_bug_line_separators_of_unicode_in_a_text(separator, tmp_path):
 
 
 @pytest.mark.parametrize("newline", ["\r\n", "\r", "\u2028", "\x0b", "\x0c", "\t"])
-def test_bug_other_newlines_do_not_break_the_layout(newline, tmp_path):
+def test_other_newlines_do_not_break_the_layout(newline, tmp_path):
     # kills: only \n escaped, so that a carriage return overwrites the line and a tab moves the columns
     lines = layout(tmp_path, f"one{newline}two", f"three{newline}four", "five")
     assert len(lines) == 3
     assert [c for line in lines for c in line if not c.isprintable()] == []
 
 
-def test_bug_control_characters_do_not_reach_the_terminal(tmp_path):
+def test_control_characters_do_not_reach_the_terminal(tmp_path):
     # kills: an escape sequence that a model wrote changing the colours of the user's terminal
     lines = layout(tmp_path, "one\x1b[31mtwo", "three\x1b[2Jfour", "five\x00")
     assert [c for line in lines for c in line if not c.isprintable()] == []
 
 
-def test_bug_long_prompts_are_wrapped_too(tmp_path):
+def test_long_prompts_are_wrapped_too(tmp_path):
     # kills: WIDTH kept for completions only
     assert max(map(len, layout(tmp_path, "word " * 60, "a", "b"))) <= 100
 
 
-def test_bug_log_cut_off_by_a_kill_is_still_told(tmp_path):
+def test_log_cut_off_by_a_kill_is_still_told(tmp_path):
     # kills: a bare JSONDecodeError for half a line at the end
     write(tmp_path, LOG, ROWS)
     with (tmp_path / LOG_FILE).open("a") as file:
@@ -256,21 +257,21 @@ def test_bug_log_cut_off_by_a_kill_is_still_told(tmp_path):
     assert "Training prompts" in run_summary(tmp_path)
 
 
-def test_bug_log_without_completions_file_is_still_told(tmp_path):
+def test_log_without_completions_file_is_still_told(tmp_path):
     # kills: a bare FileNotFoundError although completions are optional everywhere else
     write(tmp_path, LOG, ROWS)
     (tmp_path / COMPLETIONS_FILE).unlink()
     assert "Held-out prompts" in run_summary(tmp_path)
 
 
-def test_bug_numbers_that_were_not_finite(tmp_path):
+def test_numbers_that_were_not_finite(tmp_path):
     # kills: null, which the log writes for NaN, formatted as a number
     log = [*LOG[:3], {"iteration": 3, **numbers(score=None, ref_kl=None)}]
     rows = [{**entry, "ref_kl": None} for entry in ROWS]
     assert "Training prompts" in run_summary(write(tmp_path, log, rows))
 
 
-def test_bug_held_out_numbers_are_those_of_the_same_prompts(tokenizer, config_factory):
+def test_held_out_numbers_are_those_of_the_same_prompts(tokenizer, config_factory):
     # kills: an evaluation of other prompts told apart by their number only
     args = config_factory(num_iterations=1)
     trainer = make_trainer(args, tokenizer)
@@ -281,7 +282,7 @@ def test_bug_held_out_numbers_are_those_of_the_same_prompts(tokenizer, config_fa
     assert held_out.splitlines()[1].split() == ["score", "1.00", "1.00"]
 
 
-def test_bug_chats_that_differ_before_the_last_message_are_not_paired(tmp_path):
+def test_chats_that_differ_before_the_last_message_are_not_paired(tmp_path):
     # kills: prompts told apart by their last message
     def chat(system):
         return [{"role": "system", "content": system}, {"role": "user", "content": "Why?"}]
@@ -293,6 +294,6 @@ def test_bug_chats_that_differ_before_the_last_message_are_not_paired(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["prix\u00a0: 3", "\u6771\u4eac\u3000\u5927\u962a", "\U0001f469\u200d\U0001f680"])
-def test_bug_readable_text_is_shown_as_it_is(text, tmp_path):
+def test_readable_text_is_shown_as_it_is(text, tmp_path):
     # kills: no-break and ideographic spaces and joined emoji shown as \\xa0, \\u3000, \\u200d
     assert "\\" not in "".join(layout(tmp_path, text, text, text))

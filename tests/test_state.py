@@ -70,10 +70,10 @@ def test_state_can_be_written_as_json(tmp_path):
     assert saved["score_moments"] == {"count": 2, "mean": 2.0, "m2": 2.0}
 
 
-# Wrong or unclear today
+# Found by breaking it
 
 
-def test_bug_state_comes_back_from_json_as_it_was(tmp_path):
+def test_state_comes_back_from_json_as_it_was(tmp_path):
     # kills: the inherited load_from_json giving score_moments as a dict, whose update() means something else
     state = PPOState(iteration=3)
     state.score_moments.update(torch.tensor([1.0, 3.0]))

@@ -302,11 +302,19 @@ def test_training_leaves_the_global_random_state_alone(tokenizer, config_factory
     ("name", "overrides", "reward"),
     [
         ("all scores equal", {}, lambda completions: [1.0] * len(completions)),
-        ("one-token batch", {"rollout_batch_size": 1, "mini_batch_size": 1, "max_completion_length": 1}, lambda completions: [1.0]),
+        (
+            "one-token batch",
+            {"rollout_batch_size": 1, "mini_batch_size": 1, "max_completion_length": 1},
+            lambda completions: [1.0],
+        ),
         ("huge scores", {"kl_coef": 0.0}, lambda completions: [1e8 * len(c) for c in completions]),
-        ("scaled equal scores", {"scale_scores": True, "clip_scores": 1.0}, lambda completions: [2.0] * len(completions)),
+        ("equal scores, scaled", {"scale_scores": True, "clip_scores": 1.0}, lambda completions: [2.0] * 8),
         ("whitened rewards", {"whiten_rewards": True, "missing_eos_penalty": 1.0}, count_vowels),
-        ("no whitening, no clipping", {"whiten_advantages": False, "value_clip_range": None, "max_grad_norm": None}, count_vowels),
+        (
+            "no whitening, no clipping",
+            {"whiten_advantages": False, "value_clip_range": None, "max_grad_norm": None},
+            count_vowels,
+        ),
     ],
 )  # fmt: skip
 def test_degenerate_batches_stay_finite_and_still_train(name, overrides, reward, tokenizer, config_factory):
@@ -701,7 +709,7 @@ def test_the_config_is_not_changed(tokenizer, config_factory):
 def test_chat_prompts_reach_rewards_as_messages(tokenizer, config_factory):
     # kills: completions of chats given as bare text, template markers in the text
     chat_tokenizer = copy.deepcopy(tokenizer)
-    chat_tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    chat_tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     dataset = [{"prompt": [{"role": "user", "content": text[:8]}], "answer": i} for i, text in enumerate(TEXTS)]
     seen = []
 

@@ -115,8 +115,16 @@ def test_attributes(kind):
     assert (head.kind, head.hidden_size) == (kind, 8)
 
 
-def test_bug_values_are_not_float32_once_the_model_was_cast():
-    # The docstring promises float32 values "whatever the model computes in"; `model.to(torch.bfloat16)`, the usual way
-    # to make a model compute in bfloat16, takes the head along, and value targets then have two digits.
-    head = awake_head("linear").to(torch.bfloat16)
-    assert head(torch.randn(4, 6, dtype=torch.bfloat16)).dtype == torch.float32
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_head_that_was_cast_still_computes_in_float32(kind, dtype):
+    # kills: the computation in the head's own dtype: `model.to(torch.bfloat16)` takes the head along
+    head = awake_head(kind)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(parameter.to(dtype))
+    x = torch.randn(4, 6).to(dtype)
+    expected = head(x.float())
+    values = head.to(dtype)(x)
+    assert values.dtype == torch.float32
+    assert torch.equal(values, expected)

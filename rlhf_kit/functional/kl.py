@@ -81,7 +81,7 @@ def kl_shaped_rewards(scores: Tensor, kl: Tensor, completion_mask: Tensor, *, kl
         (B, T) in score units, 0 in padding. A row without a real token is all 0: nothing was done to earn a score.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or kl_coef < 0.
 
     Source: Ziegler et al. 2019, section 2 (arXiv:1909.08593).
     """
@@ -92,10 +92,13 @@ def kl_shaped_rewards(scores: Tensor, kl: Tensor, completion_mask: Tensor, *, kl
         raise ValueError(
             f"scores must have shape {tuple(kl.shape[:1])}, one per completion, got {tuple(scores.shape)}."
         )
+    if not kl_coef >= 0:
+        raise ValueError(f"kl_coef must be at least 0, got {kl_coef}.")
+    kl = kl.to(torch.promote_types(kl.dtype, scores.dtype))
     mask = completion_mask.bool()
     is_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))  # (B, T)
     penalty = torch.where(mask, -kl_coef * torch.where(mask, kl, 0), 0)  # (B, T)
-    return penalty + torch.where(is_last, scores[:, None].to(penalty.dtype), 0)
+    return penalty + torch.where(is_last, scores[:, None].to(kl.dtype), 0)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

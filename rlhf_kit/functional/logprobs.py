@@ -22,7 +22,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
     Raises:
         ValueError: temperature <= 0, or shapes do not fit.
     """
-    if temperature <= 0:
+    if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}.")
     if token_ids.shape != logits.shape[:-1]:
         raise ValueError(

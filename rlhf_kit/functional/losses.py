@@ -35,7 +35,8 @@ def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
 
     Returns:
         (..., T) loss per token; padding is not masked: reduce with `masked_mean`. Padding may hold any finite number;
-        replace NaN there before the call, since a mask applied afterwards cannot keep it out of a gradient.
+        replace NaN there before the call, since a mask applied afterwards cannot keep it out of a gradient. Ratios
+        above exp(20) count as exp(20), without gradient.
 
     Raises:
         ValueError: clip_range <= 0, or shapes differ.
@@ -43,7 +44,7 @@ def clipped_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tens
     Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347).
     """
     _check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    if clip_range <= 0:
+    if not clip_range > 0:
         raise ValueError(f"clip_range must be above 0, got {clip_range}.")
     ratio = _ratio(logprobs, old_logprobs)
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
@@ -75,7 +76,7 @@ def clipped_value_loss(
     _check_same_shape(values=values, old_values=old_values, returns=returns)
     loss = (values - returns).square()
     if value_clip_range is not None:
-        if value_clip_range <= 0:
+        if not value_clip_range > 0:
             raise ValueError(f"value_clip_range must be above 0, or None for no clipping, got {value_clip_range}.")
         clipped = old_values + (values - old_values).clamp(-value_clip_range, value_clip_range)
         loss = torch.maximum(loss, (clipped - returns).square())
@@ -98,7 +99,7 @@ def clip_fraction(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *, clip_
         ValueError: clip_range <= 0, or shapes differ.
     """
     _check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
-    if clip_range <= 0:
+    if not clip_range > 0:
         raise ValueError(f"clip_range must be above 0, got {clip_range}.")
     outside = (_ratio(logprobs, old_logprobs) - 1).abs() > clip_range
     return masked_mean(outside.float(), mask)
