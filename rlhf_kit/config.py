@@ -16,6 +16,7 @@ What one iteration does with the three sizes (here 8 completions, mini-batches o
 import math
 import typing
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_kit.annotations import describe, matches
@@ -176,7 +177,10 @@ class PPOConfig:
     run_name: str | None = field(
         default=None, metadata=_help("Name of the run in trackers. None = output_dir's name.")
     )
-    log_completions: int = field(default=4, metadata=_help("Completions written per logged iteration; 0 = none."))
+    log_completions: int = field(
+        default=4,
+        metadata=_help("Completions written per logged iteration, and whether evaluations write theirs. 0 = none."),
+    )
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -285,6 +289,10 @@ class PPOConfig:
             raise ValueError(
                 f"kl_horizon ({self.kl_horizon}) must be at least rollout_batch_size ({self.rollout_batch_size}), or "
                 "one rollout can push kl_coef to 0, from where it never returns."
+            )
+        if self.run_name is not None and Path(self.run_name).name != self.run_name:
+            raise ValueError(
+                f"run_name={self.run_name!r} must be a plain name, without slashes: folders are named after it."
             )
         if self.run_name is not None and not self.report_to:
             raise ValueError(

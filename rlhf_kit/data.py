@@ -36,14 +36,6 @@ class PromptBatch:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def rows(self, indices: Sequence[int]) -> "PromptBatch":
-        """The given rows, in the given order; one may be asked for several times."""
-        return PromptBatch(
-            prompts=[self.prompts[i] for i in indices],
-            prompt_ids=[self.prompt_ids[i] for i in indices],
-            columns={name: [values[i] for i in indices] for name, values in self.columns.items()},
-        )
-
 
 class PromptDataset:
     """A dataset's prompts, tokenised and checked.

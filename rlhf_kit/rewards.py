@@ -210,10 +210,10 @@ def _number(name: str, index: int, reward: Any, prompt: Any, completion: Any) ->
     if isinstance(reward, str | bytes):
         raise TypeError(f"reward function {name!r} returned the text {reward!r} for completion {index}. {sample}")
     try:
-        value = float(reward)
+        value = float(reward.item() if hasattr(reward, "item") else reward)  # numpy and torch scalars
     except OverflowError:
         value = math.inf
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"reward function {name!r} returned {type(reward).__name__} for completion {index}, not a number. {sample}"
         ) from error

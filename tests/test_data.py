@@ -121,10 +121,6 @@ def test_columns_stay_with_their_prompt_in_any_order(tokenizer):
     assert batch.prompts == ["prompt 3", "prompt 0", "prompt 3", "prompt 4"]
     assert batch.columns == {"answer": ["a3", "a0", "a3", "a4"], "source": ["s3", "s0", "s3", "s4"]}
     assert batch.prompt_ids == [tokenizer(text).input_ids for text in batch.prompts]
-    again = batch.rows([3, 1])
-    assert again.prompts == ["prompt 4", "prompt 0"]
-    assert again.columns == {"answer": ["a4", "a0"], "source": ["s4", "s0"]}
-    assert again.prompt_ids == [batch.prompt_ids[3], batch.prompt_ids[1]]
 
 
 def test_raw_text_is_cut_to_its_first_tokens(tokenizer):
