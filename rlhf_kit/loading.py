@@ -28,7 +28,9 @@ def load_causal_lm(
     if load_in_8bit and load_in_4bit:
         raise ValueError("load_in_8bit and load_in_4bit are both True: choose one.")
     if load_in_8bit:
-        kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+        # The default threshold picks outlier columns over the whole batch, padding and later tokens included: a
+        # token's log-prob would depend on its neighbours, and the ratio would not be 1 before anything has moved.
+        kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)}
     if load_in_4bit:
         kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
     hub_kwargs = {k: kwargs[k] for k in HUB_SETTINGS if k in kwargs}
@@ -67,6 +69,16 @@ def _refuse_unreachable(
         ) from error
 
 
+def refuse_loading_settings(model: nn.Module, switches: dict[str, bool], kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` for settings that only loading can apply, given with a model that is loaded."""
+    given = [*(name for name, on in switches.items() if on), *kwargs]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} can only be set while loading, but this {type(model).__name__} is loaded already: "
+            "pass its name instead, or load it with these settings yourself."
+        )
+
+
 def find_file(name: str, file: str, **kwargs: Any) -> str | None:
     """Path of a file of a local folder or a hub repository; None if it has none."""
     hub_kwargs = {k: kwargs[k] for k in HUB_SETTINGS if k in kwargs}
@@ -88,6 +100,11 @@ def keep_4bit_layers_trainable(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+                raise ValueError(
+                    "the 4-bit layers of this model were repacked for inference when it ran without gradients on this "
+                    "CPU, and can no longer be trained through: load it again and wrap it before its first use."
+                )
 
 
 def check_peft_config(config: PeftConfig, name: str) -> None:

@@ -29,7 +29,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from rlhf_kit.loading import check_peft_config, find_file, keep_4bit_layers_trainable, load_causal_lm
+from rlhf_kit.loading import (
+    check_peft_config,
+    find_file,
+    keep_4bit_layers_trainable,
+    load_causal_lm,
+    refuse_loading_settings,
+)
 from rlhf_kit.packaged import resolve_model
 from rlhf_kit.probes import refuse_trained_adapters, refuse_wrong_padding
 from rlhf_kit.scoring import (
@@ -114,19 +120,12 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 both precisions at once; a saved value head of another kind than asked for.
             OSError: the model cannot be found.
         """
-        name: str | None = None
-        if isinstance(pretrained_model, str | Path):
-            name = resolve_model(str(pretrained_model))
+        name = resolve_model(str(pretrained_model)) if isinstance(pretrained_model, str | Path) else None
+        if name is not None:
             model = load_causal_lm(name, load_in_8bit, load_in_4bit, is_trainable, kwargs)
         else:
-            asked = {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit}
-            given = [*(name for name, value in asked.items() if value), *kwargs]
-            if given:
-                raise ValueError(
-                    f"{', '.join(given)} can only be set while loading, but this {type(pretrained_model).__name__} is "
-                    "loaded already: pass its name instead, or load it with these settings yourself."
-                )
             model = pretrained_model
+            refuse_loading_settings(model, {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit}, kwargs)
             if isinstance(model, PeftModel) and not is_trainable:
                 model.requires_grad_(False)
         if peft_config is not None:
@@ -242,8 +241,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         continues = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
         if attention_mask is None and not continues:
             attention_mask = torch.ones_like(input_ids)
-        if "position_ids" not in kwargs and not continues:
-            kwargs |= position_ids(self.causal_lm, attention_mask)
+        if "position_ids" not in kwargs and attention_mask is not None:
+            positions = position_ids(self.causal_lm, attention_mask)  # of all tokens, those in the cache included
+            kwargs |= {name: ids[:, -input_ids.shape[1] :] for name, ids in positions.items()}
         with lm_head_input(self.causal_lm) as captured:
             output = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
         return output.logits.float(), output.loss, self.v_head(captured[0])

@@ -15,7 +15,6 @@ from rlhf_kit.functional import (
     entropy_from_logits,
     estimate_kl,
     full_kl,
-    masked_mean,
     masked_sum,
     token_logprobs,
 )
@@ -81,15 +80,25 @@ def ppo_loss(
         loss = loss + kl_coef * kl
         sums["kl_loss"] = kl_coef * kl
 
-    with torch.no_grad():
-        count = mask.sum()
-        sums["approx_kl"] = approx_kl(logprobs, old_logprobs, mask) * count
-        sums["clip_fraction"] = clip_fraction(logprobs, old_logprobs, mask, clip_range=args.clip_range) * count
-        if args.value_clip_range is not None:
-            moved = (values - old_values).abs() > args.value_clip_range
-            sums["value_clip_fraction"] = masked_mean(moved.float(), mask) * count
-        ratio_error = ((logprobs - old_logprobs).exp() - 1).abs().max()
+    sums |= _movement(logprobs, old_logprobs, values, old_values, mask, args)
+    ratio_error = ((logprobs.detach() - old_logprobs).exp() - 1).abs().max()
     return loss, {name: total.detach() for name, total in sums.items()}, ratio_error
+
+
+@torch.no_grad()
+def _movement(
+    logprobs: Tensor, old_logprobs: Tensor, values: Tensor, old_values: Tensor, mask: Tensor, args: PPOConfig
+) -> dict[str, Tensor]:
+    """How far policy and values have moved since the rollout, summed over real tokens."""
+    count = mask.sum()
+    sums = {
+        "approx_kl": approx_kl(logprobs, old_logprobs, mask) * count,
+        "clip_fraction": clip_fraction(logprobs, old_logprobs, mask, clip_range=args.clip_range) * count,
+    }
+    if args.value_clip_range is not None:
+        moved = (values - old_values).abs() > args.value_clip_range
+        sums["value_clip_fraction"] = masked_sum(moved.float(), mask)
+    return sums
 
 
 def _kl_to_reference(

@@ -6,6 +6,7 @@
 from typing import Any
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 
 LENGTH = 8  # tokens of a probe
 
@@ -19,8 +20,7 @@ def refuse_trained_adapters(model: Any) -> None:
         policy, _ = model.score(ids, mask, completion_length=ids.shape[1] - 1)
     reference = model.score_reference(ids, mask, completion_length=ids.shape[1] - 1)
     difference = float((policy - reference).abs().max())
-    embeddings = [p for name, p in model.pretrained_model.named_parameters() if "lora_embedding_A" in name]
-    if difference > 0 or any(p.any() for p in embeddings):
+    if difference > 0 or _rows_are_trained(model):
         raise ValueError(
             f"the adapters change the model already (logits by up to {difference:.3g}), so with adapters off the "
             "reference would be the bare base, not the model that training starts from. Merge them first "
@@ -45,6 +45,17 @@ def refuse_wrong_padding(model: Any) -> None:
             f"{typical:.3g} nats), so batches of prompts of different lengths would be scored wrongly. It is not "
             "supported."
         )
+
+
+def _rows_are_trained(model: Any) -> bool:
+    """Whether embeddings changed in rows that a probe need not meet: adapters of them, or trained copies."""
+    for module in model.pretrained_model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            original = dict(module.original_module.named_parameters())
+            for copied in module.modules_to_save.values():
+                if any(not torch.equal(p, original[name]) for name, p in copied.named_parameters()):
+                    return True
+    return any(p.any() for name, p in model.pretrained_model.named_parameters() if "lora_embedding_A" in name)
 
 
 def _vocab_size(model: Any) -> int:

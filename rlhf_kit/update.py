@@ -40,6 +40,7 @@ class _Log:
         self.grad_norms.append(grad_norm)
 
     def metrics(self) -> dict[str, float]:
+        """Means over the tokens of the applied steps, and counts of steps."""
         steps = len(self.grad_norms)
         return {name: value / self.tokens for name, value in self.sums.items()} | {
             "grad_norm": sum(self.grad_norms) / steps if steps else 0.0,
