@@ -122,7 +122,7 @@ class PPOConfig:
     gae_lambda: float = field(default=0.95, metadata=_help("0 = one-step advantages, 1 = full returns."))
     whiten_advantages: bool = field(default=True, metadata=_help("Centre and scale advantages over the rollout."))
     whiten_rewards: bool = field(
-        default=False, metadata=_help("Divide per-token rewards by their standard deviation, keeping their mean.")
+        default=False, metadata=_help("Scale per-token rewards to unit variance around their mean, which is kept.")
     )
     scale_scores: bool = field(
         default=False, metadata=_help("Divide scores by the running standard deviation of all scores so far.")

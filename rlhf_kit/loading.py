@@ -92,12 +92,15 @@ def find_file(name: str, file: str, **kwargs: Any) -> str | None:
     return None if path is None else str(path)
 
 
-def keep_4bit_layers_trainable(model: nn.Module) -> None:
-    """Keep bitsandbytes from repacking 4-bit layers for fast inference on CPUs with AVX512-BF16.
+def adjust_quantized_layers(model: nn.Module) -> None:
+    """Make bitsandbytes layers of a model, however it was loaded, exact and trainable.
 
-    It does so in the first pass without gradient, and gradients no longer flow through a repacked layer.
+    8 bits: no outlier threshold, see `load_causal_lm`. 4 bits: no repacking for fast inference on CPUs with
+    AVX512-BF16, which happens in the first pass without gradient and stops gradients from then on.
     """
     for module in model.modules():
+        if hasattr(getattr(module, "state", None), "threshold"):
+            module.state.threshold = 0.0
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
             if getattr(module.weight.quant_state, "packing_format_for_cpu", False):

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from rlhf_kit.loading import (
+    adjust_quantized_layers,
     check_peft_config,
     find_file,
-    keep_4bit_layers_trainable,
     load_causal_lm,
     refuse_loading_settings,
 )
@@ -83,7 +83,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         lm_head = self.causal_lm.get_output_embeddings()
         if lm_head is None:
             raise ValueError(f"{type(self.causal_lm).__name__} has no LM head: load it with AutoModelForCausalLM.")
-        keep_4bit_layers_trainable(self.causal_lm)
+        adjust_quantized_layers(self.causal_lm)
         hidden_size = getattr(lm_head, "in_features", lm_head.weight.shape[-1])
         self.v_head = ValueHead(hidden_size, value_head).to(lm_head.weight.device)
         self.ref_model: PreTrainedModel | None = None
@@ -179,20 +179,30 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Fix what `reference` gives. Call it once, before anything is trained.
 
         Args:
-            ref_model: a model to use as reference. None = the adapters switched off, or a frozen copy of a model
-                without adapters.
+            ref_model: a model to use as reference; it is frozen and moved to the policy's device. None = the adapters
+                switched off, or a frozen copy of a model without adapters.
 
         Raises:
             ValueError: the adapters change the model already, so switching them off would not give the model that
-                training starts from; or a model that left padding changes.
+                training starts from; a ref_model that shares weights with the policy; or a model that left padding
+                changes.
         """
         refuse_wrong_padding(self)
+        own = {id(p) for p in self.pretrained_model.parameters()}
+        if ref_model is not None and any(id(p) in own for p in ref_model.parameters()):
+            raise ValueError(
+                "ref_model shares weights with the policy, so it would change along with it: pass None (with adapters "
+                "the reference is the same base with adapters off, else a frozen copy is made), or a model of its own."
+            )
+        object.__setattr__(self, "ref_model", None)
         if ref_model is None and self.is_peft_model:
             refuse_trained_adapters(self)
         elif ref_model is None:
             ref_model = copy.deepcopy(self.pretrained_model)
         if ref_model is not None:
             ref_model.requires_grad_(False).eval()
+            if not getattr(ref_model, "is_quantized", False):
+                ref_model.to(self.device)
         # Kept out of the module tree: it is neither saved nor counted as a part of the policy.
         object.__setattr__(self, "ref_model", ref_model)
 

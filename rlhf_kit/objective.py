@@ -61,7 +61,7 @@ def ppo_loss(
             input_ids, attention_mask, completion_length=width, gradient_checkpointing=args.gradient_checkpointing
         )
     logits = logits.float() / args.temperature  # (b, T', V)
-    # Padding gets the old numbers before any arithmetic: whatever the model said there cannot reach a gradient.
+    # Padding gets the old numbers before any arithmetic of the loss: it counts as a token that has not moved.
     logprobs = torch.where(mask, token_logprobs(logits, ids), old_logprobs)
     values = torch.where(mask, values, old_values)
 

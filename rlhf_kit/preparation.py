@@ -15,6 +15,7 @@ from rlhf_kit.callbacks import LOG_FILE
 from rlhf_kit.config import PPOConfig
 from rlhf_kit.modeling import VALUE_HEAD_FILE, AutoModelForCausalLMWithValueHead
 from rlhf_kit.packaged import resolve_model
+from rlhf_kit.scoring import checkpointable_layers
 
 SUPPORTED_PROCESSES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -125,6 +126,8 @@ def build_model(
             model, peft_config=peft_config, value_head=args.value_head, **loading
         )
     _refuse_untrainable(model)
+    if args.gradient_checkpointing:
+        checkpointable_layers(model.causal_lm)
     if not getattr(model.causal_lm, "is_quantized", False):  # a quantised model is on its device already
         model.to(accelerator.device)
     if accelerator.num_processes > 1:
@@ -140,11 +143,12 @@ def _refuse_untrainable(model: AutoModelForCausalLMWithValueHead) -> None:
             "the policy has nothing to train: all its parameters are frozen. Pass peft_config=LoraConfig(...), or "
             "load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
         )
-    half = [name for name, p in policy if p.dtype == torch.float16]
+    half = [name for name, p in policy if p.dtype in (torch.float16, torch.bfloat16)]
     if half:
         raise ValueError(
-            f"{len(half)} trainable parameters are float16, e.g. {half[0]}: updates smaller than its resolution are "
-            "lost and gradients overflow. Load with dtype='bfloat16' or 'float32', or train LoRA adapters."
+            f"{len(half)} trainable parameters are {str(dict(policy)[half[0]].dtype).removeprefix('torch.')}, e.g. "
+            f"{half[0]}: most updates are smaller than its resolution and would be lost. Load with dtype='float32' "
+            "(and launch with --mixed_precision bf16 for speed), or train LoRA adapters, which are float32."
         )
     if not model.is_peft_model and getattr(model.causal_lm, "is_quantized", False):
         raise ValueError("a quantised base cannot be trained itself: pass peft_config=LoraConfig(...).")
@@ -171,6 +175,8 @@ def id_lists(name: str, tensors: Any, vocab_size: int) -> list[list[int]]:
     """
     rows = []
     for i, tensor in enumerate(tensors):
+        if isinstance(tensor, str):
+            raise ValueError(f"{name}[{i}] is text: pass token ids, e.g. torch.tensor(tokenizer(text).input_ids).")
         tensor = torch.as_tensor(tensor)
         if tensor.ndim != 1 or tensor.is_floating_point() or len(tensor) == 0:
             raise ValueError(
@@ -195,8 +201,22 @@ def check_stop_ids(ids: list[int], vocab_size: int) -> None:
         )
 
 
+def check_context(what: str, length: int, context_length: int | None) -> None:
+    """Raise `ValueError` for a sequence that is longer than the model was built for."""
+    if context_length is not None and length > context_length:
+        raise ValueError(f"{what}: {length} tokens are more than the model's context of {context_length}.")
+
+
 def checked_step(
-    queries: Any, responses: Any, scores: Any, *, share: int, rollout_batch_size: int, vocab_size: int
+    queries: Any,
+    responses: Any,
+    scores: Any,
+    *,
+    share: int,
+    rollout_batch_size: int,
+    vocab_size: int,
+    context_length: int | None,
+    stop_token_ids: list[int],
 ) -> tuple[list[list[int]], list[list[int]], Tensor]:
     """The arguments of `PPOTrainer.step` as ids and (share,) float32 scores.
 
@@ -210,6 +230,16 @@ def checked_step(
             f"step() got {len(prompt_ids)} queries and {len(completion_ids)} responses; this process's share of "
             f"rollout_batch_size={rollout_batch_size} is {share}."
         )
+    for i, (query, response) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+        check_context(f"queries[{i}] with responses[{i}]", len(query) + len(response), context_length)
+        ends = [t for t, token in enumerate(response[:-1]) if token in stop_token_ids]
+        if ends:
+            raise ValueError(
+                f"responses[{i}] has {len(response)} tokens, but its first end token is number {ends[0] + 1}: cut it "
+                "there. What follows an end token, padding too, was not chosen by the policy."
+            )
+    if isinstance(scores, int | float):
+        raise ValueError(f"scores must hold one number per response, {share} here, got {scores}.")
     numbers = torch.tensor([float(score) for score in scores], dtype=torch.float32)
     if len(numbers) != share:
         raise ValueError(f"{len(numbers)} scores were given for {share} responses.")

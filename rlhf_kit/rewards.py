@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 RewardFunc = Callable[..., Any]
 
+CHAT_HINT = " Prompts are chats, so each completion is a list of messages: its text is completion[0]['content']."
 MAX_REWARD = torch.finfo(torch.float32).max
 ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
 
@@ -138,7 +139,8 @@ class RewardFunctions:
                 outputs.append(func(**_own_copies(given, parameters)))
             except Exception as error:
                 _close(outputs)
-                error.add_note(f"raised by reward function {name!r} on {batch_size} completions.")
+                chat = "" if isinstance(given["completions"][0], str) else CHAT_HINT
+                error.add_note(f"raised by reward function {name!r} on {batch_size} completions.{chat}")
                 raise
         if any(inspect.isawaitable(output) for output in outputs):
             outputs = asyncio.run_coroutine_threadsafe(_gather(self.names, outputs), self._event_loop()).result()

@@ -20,7 +20,7 @@ from rlhf_kit.functional import (
     estimate_kl,
     full_kl,
     kl_shaped_rewards,
-    masked_var,
+    masked_mean,
     masked_whiten,
     token_logprobs,
 )
@@ -287,7 +287,7 @@ def compute_targets(rollout: Rollout, scores: Tensor, args: PPOConfig, *, kl_coe
     in_reward = kl_coef if args.kl_placement == "reward" else 0.0
     rewards = kl_shaped_rewards(scores, rollout.kl, mask, kl_coef=in_reward)  # (B, T)
     if args.whiten_rewards:
-        rewards = rewards * torch.rsqrt(masked_var(rewards, mask) + 1e-8)
+        rewards = torch.where(mask, masked_whiten(rewards, mask) + masked_mean(rewards, mask), 0)
     continues = torch.nn.functional.pad(mask[:, 1:], (0, 1))  # (B, T): step t + 1 is a real token
     advantages, returns = compute_gae(
         rewards,

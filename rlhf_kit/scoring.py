@@ -63,12 +63,18 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def checkpointable_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
+    """The layers that support gradient checkpointing; `ValueError` if there are none."""
+    layers = [m for m in causal_lm.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"{type(causal_lm).__name__} has no layers that support gradient checkpointing: turn it off.")
+    return layers
+
+
 @contextmanager
 def checkpointed_layers(causal_lm: PreTrainedModel, enabled: bool) -> Iterator[None]:
     """Checkpoint every decoder layer. transformers' own switch works in train mode only, which would add dropout."""
-    layers = [m for m in causal_lm.modules() if isinstance(m, GradientCheckpointingLayer)] if enabled else []
-    if enabled and not layers:
-        raise ValueError(f"{type(causal_lm).__name__} has no layers that support gradient checkpointing: turn it off.")
+    layers = checkpointable_layers(causal_lm) if enabled else []
     replaced = [layer.__dict__.get("forward") for layer in layers]  # hooks of accelerate live there
     for layer in layers:
         layer.forward = partial(_checkpointed_forward, layer, layer.forward)

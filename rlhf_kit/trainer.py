@@ -25,6 +25,7 @@ from rlhf_kit.metrics import OTHER_PROMPTS, completion_rows, rollout_metrics, ta
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.preparation import (
     build_model,
+    check_context,
     check_stop_ids,
     checked_step,
     id_lists,
@@ -55,7 +56,8 @@ class PPOTrainer:
         processing_class: the tokenizer; None = loaded from where the model came from.
         peft_config: LoRA adapters to train. None = train the whole model, with a frozen copy as reference, or the
             adapters the model already has.
-        ref_model: another reference than the starting point.
+        ref_model: another reference than the starting point; it is frozen. None = one that the model has been given by
+            `create_reference`, else the starting point.
         callbacks: `transformers.TrainerCallback` objects; one iteration is one step.
 
     Raises:
@@ -81,7 +83,8 @@ class PPOTrainer:
         self.accelerator = make_accelerator(args)
         set_seed(args.seed)
         self.model = build_model(model, args, peft_config, self.accelerator)
-        self.model.create_reference(ref_model)
+        if ref_model is not None or self.model.ref_model is None:
+            self.model.create_reference(ref_model)
         self.processing_class = processing_class or load_tokenizer(model, self.model)
         self.sampler = Sampler(self.processing_class, args, self.model.generation_config)
         check_stop_ids(self.sampler.stop_token_ids, self._vocab_size())
@@ -109,6 +112,7 @@ class PPOTrainer:
         )
         self._seconds: dict[str, float] = defaultdict(float)
         self._unlogged: tuple[dict[str, float], list[dict[str, Any]]] | None = None
+        set_seed(args.seed, device_specific=True)  # generate() draws other samples in each process
         self._emit("on_init_end")
 
     # The algorithm
@@ -217,8 +221,11 @@ class PPOTrainer:
         Returns:
             One (T_i,) int64 tensor per prompt: the completion alone, its end token included.
         """
+        prompt_ids = id_lists("query_tensors", query_tensors, self._vocab_size())
+        longest = max(map(len, prompt_ids)) + self.args.max_completion_length
+        check_context("the longest prompt with max_completion_length", longest, max_positions(self.model.causal_lm))
         with self.accelerator.autocast():
-            completion_ids, _ = self.sampler(self.model, id_lists("query_tensors", query_tensors, self._vocab_size()))
+            completion_ids, _ = self.sampler(self.model, prompt_ids)
         return [torch.tensor(ids, device=self.model.device) for ids in completion_ids]
 
     def step(
@@ -251,6 +258,8 @@ class PPOTrainer:
             share=len(self._share(self.args.num_prompts_per_iteration())) * self.args.num_completions_per_prompt,
             rollout_batch_size=self.args.rollout_batch_size,
             vocab_size=self._vocab_size(),
+            context_length=max_positions(self.model.causal_lm),
+            stop_token_ids=self.sampler.stop_token_ids,
         )
         self._emit("on_step_begin")
         rollout = self._record(

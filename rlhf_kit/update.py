@@ -32,7 +32,11 @@ class _Log:
     ratio_error: float | None = None  # largest |ratio - 1| of the first mini-batch, when nothing has moved yet
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
-    stopped: bool = False
+    stopping_kl: float | None = None  # approximate KL of the mini-batch that ended the update
+
+    @property
+    def stopped(self) -> bool:
+        return self.stopping_kl is not None
 
     def add(self, sums: dict[str, float], tokens: int, grad_norm: float) -> None:
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
@@ -48,6 +52,7 @@ class _Log:
             "optimizer_steps": float(steps),
             "skipped_steps": float(self.skipped),
             "stopped_early": float(self.stopped),
+            "stopping_approx_kl": self.stopping_kl or 0.0,
         }
 
 
@@ -61,7 +66,7 @@ class Updater:
 
     Attributes:
         optimizer: AdamW with two groups, policy and value head.
-        lr_scheduler: one step per planned optimizer step.
+        lr_scheduler: one step per planned optimizer step, steps that are left out included.
     """
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead, args: PPOConfig, accelerator: Accelerator):
@@ -95,23 +100,36 @@ class Updater:
         """
         shuffle = torch.Generator().manual_seed(seed_from(self._args.seed, iteration))
         log = _Log()
-        rates = self.lr_scheduler.get_last_lr()
+        rates: list[float] = []
+        steps = self._args.optimizer_steps_per_iteration()
+        step = iteration * steps  # planned steps so far: a run that stopped early or failed in between keeps its time
         for _ in range(self._args.ppo_epochs):
             for rows in torch.randperm(len(rollout), generator=shuffle).split(self._args.mini_batch_size):
                 if not log.stopped:
-                    rates = self.lr_scheduler.get_last_lr()
+                    rates = self._set_learning_rates(step)
                     self._step(rollout, targets, rows.to(rollout.scores.device), kl_coef, log)
-                self.lr_scheduler.step()  # also for steps left out, so that the schedule keeps its time
+                step += 1
+        self._set_learning_rates((iteration + 1) * steps)
         return log.metrics() | {"learning_rate": rates[0], "value_learning_rate": rates[1]}
+
+    def _set_learning_rates(self, step: int) -> list[float]:
+        """Put the schedule at a planned step, whatever came before."""
+        schedule = self.lr_scheduler
+        rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule.last_epoch, schedule._last_lr = step, rates
+        return rates
 
     def _step(self, rollout: Rollout, targets: Targets, rows: Tensor, kl_coef: float, log: _Log) -> None:
         """Gradient of one mini-batch, then the optimizer step, unless it went too far or is not finite."""
+        self.optimizer.zero_grad()  # an exception in the last step may have left half a gradient
         tokens = int(rollout.completion_mask[rows].sum())
         sums, ratio_error = self._backward(rollout, targets, rows, kl_coef, tokens)
         if log.ratio_error is None:
             log.ratio_error = ratio_error
         if self._args.max_approx_kl is not None and sums["approx_kl"] / tokens > self._args.max_approx_kl:
-            log.stopped = True
+            log.stopping_kl = sums["approx_kl"] / tokens
         else:
             grad_norm = float(clip_grad_norm_(self._parameters(), self._args.max_grad_norm or math.inf))
             if math.isfinite(grad_norm) and math.isfinite(sums["loss"]):

@@ -464,6 +464,23 @@ def test_flags_agree_with_has_ended_on_real_samples(tokenizer):
     assert {True, False} == set(ended)
 
 
+def test_generation_stops_once_every_row_has_ended(tokenizer, draws, monkeypatch):
+    # kills: ends that are noted, but do not stop the generation: rows would run to the maximum
+    model = make_policy("gpt2")
+    watched = torch.multinomial
+    rows = [letters(tokenizer, "a fox"), [50, EOS], [50, 51, 13]]
+
+    def scripted(probabilities, num_samples, **kwargs):
+        watched(probabilities, num_samples, **kwargs)
+        t = len(draws) - 1
+        return torch.tensor([[row[t] if t < len(row) else 99] for row in rows])
+
+    monkeypatch.setattr(torch, "multinomial", scripted)
+    sampler = make_sampler(tokenizer, model, stop=["fox"], stop_token_ids=[13], max_completion_length=50)
+    assert sampler(model, [[5], [6], [7]]) == (rows, [True] * 3)
+    assert len(draws) == 5
+
+
 # Batches
 
 
@@ -550,6 +567,7 @@ def test_seed_from():
     seeds = {seed_from(*key) for key in keys}
     assert len(seeds) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len({seed % 2**16 for seed in seeds}) > 300 < len({seed >> 47 for seed in seeds})  # all bits are used
     assert seed_from(3, 4) == seed_from(3, 4)
     assert seed_from(2**31, 0) != seed_from(0, 2**31)
 

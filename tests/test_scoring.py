@@ -221,7 +221,7 @@ def test_models_that_left_padding_breaks_are_refused(config_class):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @all_families
 def test_models_that_left_padding_does_not_break_are_accepted(family, dtype):
-    # kills: rounding taken for a wrong position, a probe that leaves modes or gradients changed
+    # kills: a probe that refuses every model, or that leaves modes or gradients changed
     model = AutoModelForCausalLMWithValueHead.from_pretrained(
         make_model(family, scale=20.0).to(dtype), peft_config=make_lora(family, lora_dropout=0.5)
     )
@@ -376,6 +376,22 @@ def test_modes_come_back_after_an_error():
     with pytest.raises(IndexError):  # an id outside the vocabulary
         model.score(torch.full((1, 4), 999), torch.ones(1, 4), completion_length=2)
     assert modes(model) == before
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("value_head", ["linear", "mlp"])
+def test_values_teach_the_adapters(value_head, checkpointing):
+    # kills: the hidden state detached on its way to the head
+    model = make_policy("llama", value_head=value_head)
+    ids, mask, length = left_padded()
+    score = model.score(ids, mask, completion_length=length, gradient_checkpointing=checkpointing)
+    for values in (score[1], model(ids, mask)[2]):
+        model.zero_grad()
+        values.sum().backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for _, p in model.trainable_parameters())
 
 
 # Gradient checkpointing
