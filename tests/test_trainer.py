@@ -742,3 +742,117 @@ def test_missing_parts_are_named(tokenizer, config_factory):
     with pytest.raises(ValueError, match="reward_weights"):
         make_trainer(config_factory(reward_weights=[1.0]), tokenizer, reward=None)
     assert PPOConfig().reward_weights is None
+
+
+# Found by breaking it
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_reference_that_shares_weights_with_the_policy_is_refused(lora, tokenizer, config_factory):
+    # kills: freezing the reference freezing the policy, a reference KL that is 0 for ever
+    base = make_model("llama")
+    with pytest.raises(ValueError, match="shares weights"):
+        make_trainer(config_factory(), tokenizer, model=base, ref_model=base, lora=lora)
+
+
+def test_bfloat16_weights_are_not_trained_directly(tokenizer, config_factory):
+    # kills: full fine-tuning in which most updates are rounded away
+    with pytest.raises(ValueError, match=r"bfloat16.*float32"):
+        make_trainer(config_factory(), tokenizer, model=make_model("llama").to(torch.bfloat16), lora=False)
+    trainer = make_trainer(config_factory(num_iterations=1), tokenizer, model=make_model("llama").to(torch.bfloat16))
+    assert all(p.dtype == torch.float32 for _, p in trainer.model.trainable_parameters())
+    assert math.isfinite(trainer.train()["loss"])
+
+
+def test_reference_given_to_the_model_is_kept(tokenizer, config_factory):
+    # kills: an own reference replaced by a copy of the policy without a word
+    other = make_model("llama", seed=7)
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(make_model("llama"))
+    model.create_reference(other)
+    trainer = make_trainer(config_factory(num_iterations=1), tokenizer, model=model, lora=False)
+    assert trainer.model.ref_model is other
+    assert trainer.train()["ref_kl"] > 0.01
+
+
+def test_an_exception_in_the_update_leaves_no_gradient_and_no_lost_time(tokenizer, config_factory, tmp_path):
+    # kills: half a gradient used by the next step, a schedule that runs ahead of the iterations
+    runs = []
+    for broken in (False, True):
+        args = config_factory(output_dir=str(tmp_path / str(broken)), num_iterations=3, lr_scheduler_type="linear")
+        trainer = make_trainer(args, tokenizer)
+        if broken:
+            score, calls = trainer.model.score, []
+
+            def failing(*args, _score=score, _calls=calls, **kwargs):
+                _calls.append(torch.is_grad_enabled())
+                if sum(_calls) == 6:  # in the third mini-batch's second micro-batch
+                    raise KeyboardInterrupt
+                return _score(*args, **kwargs)
+
+            trainer.model.score = failing
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+            trainer.model.score = score
+        trainer.train()
+        runs.append([log["learning_rate"] for log in trainer.state.log_history])
+        assert all(p.grad is None for _, p in trainer.model.trainable_parameters())
+    assert_close(runs[0], runs[1])
+
+
+def test_gradients_left_on_the_model_do_not_enter_the_first_step(tokenizer, config_factory, tmp_path):
+    # kills: zero_grad after the step only
+    norms = []
+    for dirty in (False, True):
+        trainer = make_trainer(config_factory(output_dir=str(tmp_path / str(dirty)), num_iterations=1), tokenizer)
+        if dirty:
+            for _, p in trainer.model.trainable_parameters():
+                p.grad = torch.full_like(p, 5.0)
+        norms.append(trainer.train()["grad_norm"])
+    assert norms[0] == norms[1]
+
+
+def test_whitened_rewards_keep_their_mean_and_equal_rewards_stay(tokenizer, config_factory):
+    # kills: division by a zero variance, the mean scaled too
+    args = config_factory(max_completion_length=1, whiten_rewards=True, kl_coef=0.0, learning_rate=0.0)
+    metrics = make_trainer(args, tokenizer, reward=lambda completions: [1.0] * 8).train()
+    assert_close(metrics["return"], 1.0)
+    trainer = make_trainer(
+        config_factory(output_dir=args.output_dir + "2", whiten_rewards=True, kl_coef=0.0), tokenizer
+    )
+    rollout, targets = make_rollout(trainer)
+    kept = targets.rewards[rollout.completion_mask]
+    assert_close(kept.mean(), rollout.scores.sum() / rollout.completion_mask.sum())
+    assert_close(kept.std(correction=0), torch.tensor(1.0), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("query", "response", "match"),
+    [
+        (range(3, 6), [7, 0, 0], "first end token is number 2"),
+        (range(1, 101), range(1, 60), "159 tokens are more than the model's context of 128"),
+    ],
+)
+def test_step_refuses_what_the_policy_cannot_have_sampled(query, response, match, tokenizer, config_factory):
+    # kills: training on padding after the end token, positions beyond the context
+    trainer = make_trainer(config_factory(), tokenizer, reward=None, dataset=None)
+    with pytest.raises(ValueError, match=match):
+        trainer.step([torch.tensor([*query])] * 8, [torch.tensor([*response])] * 8, [1.0] * 8)
+
+
+def test_generate_and_step_name_input_that_is_no_token_ids(tokenizer, config_factory):
+    # kills: bare errors of torch
+    trainer = make_trainer(config_factory(), tokenizer, reward=None, dataset=None)
+    with pytest.raises(ValueError, match=r"query_tensors\[0\] is text"):
+        trainer.generate(["Hi there"])
+    with pytest.raises(ValueError, match="context of 128"):
+        trainer.generate([torch.arange(1, 127)])
+    queries = queries_of(trainer)
+    with pytest.raises(ValueError, match="one number per response"):
+        trainer.step(queries, trainer.generate(queries), 1.0)
+
+
+def test_early_stop_says_how_far_the_policy_had_moved(tokenizer, config_factory):
+    # kills: the mini-batch that ended the update missing from the log
+    args = config_factory(num_iterations=1, ppo_epochs=20, learning_rate=3e-2, max_approx_kl=1e-4)
+    metrics = make_trainer(args, tokenizer).train()
+    assert metrics["stopping_approx_kl"] > 1e-4
