@@ -110,6 +110,22 @@ def adjust_quantized_layers(model: nn.Module) -> None:
                 )
 
 
+def refuse_unmatched_targets(model: PeftModel) -> None:
+    """Raise `ValueError` for a name in `target_modules` that no layer has: PEFT complains only if all are wrong."""
+    adapted = model.base_model.targeted_module_names
+    for config in model.peft_config.values():
+        targets = getattr(config, "target_modules", None)
+        if targets is None or isinstance(targets, str):
+            continue
+        unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in adapted))
+        if unmatched:
+            linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if hasattr(m, "base_layer")}
+            raise ValueError(
+                f"target_modules names {unmatched}, but the model has no such layers; those found are "
+                f"{sorted(linear)}. Correct the names, or use target_modules='all-linear'."
+            )
+
+
 def check_peft_config(config: PeftConfig, name: str) -> None:
     """Raise `ValueError` for adapters that cannot be switched off exactly; `name` is what the message calls them."""
     if config.is_prompt_learning:

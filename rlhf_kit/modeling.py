@@ -35,6 +35,7 @@ from rlhf_kit.loading import (
     find_file,
     load_causal_lm,
     refuse_loading_settings,
+    refuse_unmatched_targets,
 )
 from rlhf_kit.packaged import resolve_model
 from rlhf_kit.probes import refuse_trained_adapters, refuse_wrong_padding
@@ -136,6 +137,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 )
             check_peft_config(peft_config, "peft_config")
             model = get_peft_model(model, peft_config)
+            refuse_unmatched_targets(model)
         saved = None if name is None else find_file(name, VALUE_HEAD_FILE, **kwargs)
         if saved is None:
             return cls(model, value_head=value_head or "linear").eval()

@@ -1069,3 +1069,14 @@ def test_a_quantised_adapter_round_trip(wide_folder, tmp_path):
     assert_same(loaded, model)
     plain = AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path))
     assert not getattr(plain.causal_lm, "is_quantized", False)
+
+
+def test_a_misspelt_lora_target_is_refused_even_beside_a_right_one():
+    # kills: PEFT adapting the rest in silence
+    with pytest.raises(ValueError, match=r"\['v_prj'\].*found are \['q_proj'\].*all-linear"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(
+            make_model("llama"), peft_config=make_lora("llama", target_modules=["q_proj", "v_prj"])
+        )
+    for targets in ("all-linear", ["layers.0.self_attn.q_proj"], r".*\.[qv]_proj", None):
+        peft_config = make_lora("llama", target_modules=targets)
+        assert AutoModelForCausalLMWithValueHead.from_pretrained(make_model("llama"), peft_config=peft_config)
