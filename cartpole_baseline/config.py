@@ -68,8 +68,8 @@ class PPOConfig(_Config):
     num_mini_batches: int = field(
         default=4, metadata=_help("Mini-batches that each epoch cuts the rollout into; one optimizer step each.")
     )
-    ppo_epochs: int = field(default=10, metadata=_help("Passes over each rollout."))
-    learning_rate: float = field(default=2.5e-3, metadata=_help("Of the actor, for the first rollout."))
+    ppo_epochs: int = field(default=6, metadata=_help("Passes over each rollout."))
+    learning_rate: float = field(default=4e-3, metadata=_help("Of the actor, for the first rollout."))
     value_learning_rate: float = field(default=1e-2, metadata=_help("Of the critic, for the first rollout."))
     final_lr_fraction: float = field(
         default=0.01,

@@ -6,7 +6,7 @@ CPU thread.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -72,8 +72,14 @@ def play(envs: VectorEnv, actor: nn.Module, generator: torch.Generator, *, seed:
 
     NEXT_STEP: the step after an end ignores its action and returns the reset observation with reward 0: not `real`.
     SAME_STEP: the step that ends returns the reset observation, and the final one in `infos`.
+
+    Raises:
+        ValueError: the environments do not reset themselves.
     """
-    next_step = envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
+    mode = envs.metadata.get("autoreset_mode")
+    if mode not in (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP):
+        raise ValueError(f"environments must reset themselves (autoreset NEXT_STEP or SAME_STEP), these have {mode}.")
+    next_step = mode == AutoresetMode.NEXT_STEP
     reset = envs.reset(seed=seed)[0]
     observations = np.array(reset, dtype=np.float32)  # a copy: environments may reuse their arrays
     real = np.ones(envs.num_envs, dtype=bool)
@@ -81,7 +87,7 @@ def play(envs: VectorEnv, actor: nn.Module, generator: torch.Generator, *, seed:
         with torch.no_grad():
             actions = sample(actor(torch.from_numpy(observations)), generator).numpy()
         following, rewards, terminated, truncated, infos = envs.step(actions)
-        following = np.array(following, dtype=np.float32)
+        following, terminated, truncated = np.array(following, dtype=np.float32), terminated.copy(), truncated.copy()
         ended = terminated | truncated
         final = following
         if not next_step and ended.any():
@@ -90,6 +96,11 @@ def play(envs: VectorEnv, actor: nn.Module, generator: torch.Generator, *, seed:
         yield Step(observations, actions, rewards.astype(np.float32), terminated, truncated, final, real)
         observations = following
         real = ~ended if next_step else real
+
+
+def stack(steps: Iterable[Step]) -> Step:
+    """T steps as one, each field a tensor with time as its second axis: (N, T) or (N, T, D)."""
+    return Step(*(torch.from_numpy(np.stack(column, axis=1)) for column in zip(*steps, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -210,13 +221,12 @@ class PPO:
     @torch.no_grad()
     def collect(self, steps: Iterator[Step]) -> Rollout:
         """The next T steps. The networks do not change meanwhile, so one pass at the end scores all of them."""
-        columns = zip(*islice(steps, self.config.num_steps), strict=True)
-        stacked = Step(*(torch.from_numpy(np.stack(column, axis=1)) for column in columns))
+        played = stack(islice(steps, self.config.num_steps))
         return Rollout(
-            *stacked,
-            old_logprobs=token_logprobs(self.actor(stacked.observations), stacked.actions),
-            old_values=self.critic(stacked.observations).squeeze(-1),
-            final_values=self.critic(stacked.final_observations).squeeze(-1),
+            *played,
+            old_logprobs=token_logprobs(self.actor(played.observations), played.actions),
+            old_values=self.critic(played.observations).squeeze(-1),
+            final_values=self.critic(played.final_observations).squeeze(-1),
         )
 
     def learn(self, rollout: Rollout) -> dict[str, float]:

@@ -12,7 +12,7 @@ from gymnasium.vector import VectorEnv
 from torch import nn
 
 from cartpole_baseline.config import ReinforceConfig
-from cartpole_baseline.ppo import Step, make_actor, play
+from cartpole_baseline.ppo import Step, make_actor, play, stack
 from rlhf_kit.functional import (
     compute_gae,
     entropy_from_logits,
@@ -55,15 +55,14 @@ class Reinforce:
 
     def collect(self, seed: int | None) -> tuple[Step, torch.Tensor]:
         """One whole episode of every environment, each field (N, T), and (N, T) True up to the end of its episode."""
-        columns, playing, masks = [], np.ones(self.envs.num_envs, dtype=bool), []
+        steps, masks, playing = [], [], np.ones(self.envs.num_envs, dtype=bool)
         for step in play(self.envs, self.actor, self.generator, seed=seed):
-            columns.append(step)
+            steps.append(step)
             masks.append(playing)
             playing = playing & ~(step.terminated | step.truncated)
             if not playing.any():
                 break
-        stacked = Step(*(torch.from_numpy(np.stack(column, axis=1)) for column in zip(*columns, strict=True)))
-        return stacked, torch.from_numpy(np.stack(masks, axis=1))
+        return stack(steps), torch.from_numpy(np.stack(masks, axis=1))
 
     def learn(self, episodes: Step, playing: torch.Tensor) -> dict[str, float]:
         """Raise the log-probability of each action by the discounted return that followed it."""

@@ -29,7 +29,9 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, *, temperature: float = 1.
             f"token_ids must have shape {tuple(logits.shape[:-1])} to match logits {tuple(logits.shape)}, "
             f"got {tuple(token_ids.shape)}."
         )
-    scaled = (logits if logits.dtype == torch.float64 else logits.float()) / temperature  # (..., V)
+    scaled = logits if logits.dtype == torch.float64 else logits.float()  # (..., V)
+    if temperature != 1:
+        scaled = scaled / temperature
     # log_softmax would keep a second (..., V) tensor for the backward pass.
     chosen = scaled.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)  # (...)
     return chosen - scaled.logsumexp(-1)
