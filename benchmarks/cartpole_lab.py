@@ -3,7 +3,7 @@
     python benchmarks/cartpole_lab.py                 # all three, five seeds each
     python benchmarks/cartpole_lab.py clipping        # one of: reinforce, clipping, timer
 
-Writes docs/images/cartpole_<claim>.png and prints one Markdown table per claim.
+Writes one picture per claim and prints one Markdown table per claim.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from cartpole_baseline.environments import evaluate, make_envs
 from cartpole_baseline.ppo import PPO
 from cartpole_baseline.reinforce import Reinforce
 
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
 EPISODES, FRESH = 50, 1_000_000
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 
 class TimerAsFall(VectorWrapper):
@@ -60,7 +60,7 @@ def draw(axes, runs, key, label, color):
     axes.plot(grid, np.median(curves, axis=0), color=color, label=label)
 
 
-def picture(name, panels):
+def picture(path, panels):
     """One row of panels; each is (title, y label, key, log scale, {label: runs})."""
     figure = Figure(figsize=(5.2 * len(panels), 3.8), layout="constrained")
     for axes, (title, ylabel, key, log, groups) in zip(
@@ -71,8 +71,7 @@ def picture(name, panels):
         axes.set(title=title, xlabel="environment steps", ylabel=ylabel, yscale="log" if log else "linear")
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    figure.savefig(IMAGES / f"cartpole_{name}.png", dpi=80)
+    figure.savefig(path, dpi=80)
 
 
 def spread(values, form="{:.0f}"):
@@ -90,7 +89,7 @@ def largest_drop(run):
     return float(-np.diff(run["greedy"]).min())
 
 
-def reinforce(seeds):
+def reinforce(seeds, path):
     steps = 60_000
     groups = {
         "PPO": [train(PPO(make_envs("CartPole-v1", 8), PPOConfig(seed=s, total_steps=steps)), seed=s) for s in seeds],
@@ -108,7 +107,7 @@ def reinforce(seeds):
             for s in seeds
         ],
     }
-    picture("reinforce", [("PPO and REINFORCE", "greedy return", "greedy", False, groups)])
+    picture(path, [("PPO and REINFORCE", "greedy return", "greedy", False, groups)])
     print(
         "\n| algorithm | steps until greedy return 475 | last 10 evaluations | largest drop between two evaluations |"
     )
@@ -121,13 +120,13 @@ def reinforce(seeds):
         )
 
 
-def clipping(seeds):
+def clipping(seeds, path):
     groups = {}
     for name, clip_range in [("clip range 0.2", 0.2), ("no clipping", float("inf"))]:
         settings = {"ppo_epochs": 40, "clip_range": clip_range}
         groups[name] = [train(PPO(make_envs("CartPole-v1", 8), PPOConfig(seed=s, **settings)), seed=s) for s in seeds]
     picture(
-        "clipping",
+        path,
         [
             ("40 epochs per rollout", "greedy return", "greedy", False, groups),
             ("how far one update moves", "approximate KL, nats", "approx_kl", True, groups),
@@ -143,7 +142,7 @@ def clipping(seeds):
         print(f"| {name} | {spread(last)} | {spread([run['sampled'] for run in runs])} | {spread(moved, '{:.3f}')} |")
 
 
-def timer(seeds):
+def timer(seeds, path):
     groups = {}
     for name, wrap in [("bootstrapped", lambda envs: envs), ("treated as a fall", TimerAsFall)]:
         groups[name] = [
@@ -155,7 +154,7 @@ def timer(seeds):
             for s in seeds
         ]
     picture(
-        "timer",
+        path,
         [
             ("timer of 100 steps in training", "V(start)", "watched", False, groups),
             ("the same policies, played for 500 steps", "greedy return", "greedy", False, groups),
@@ -179,12 +178,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("claims", nargs="*", metavar="claim", help=f"any of {', '.join(CLAIMS)}; none = all")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--images", type=Path, default=IMAGES, help="folder for the pictures")
     args = parser.parse_args()
     if unknown := set(args.claims) - set(CLAIMS):
         parser.error(f"unknown claims: {', '.join(sorted(unknown))}; choose from {', '.join(CLAIMS)}")
     torch.set_num_threads(1)
+    args.images.mkdir(parents=True, exist_ok=True)
     for name in args.claims or CLAIMS:
-        CLAIMS[name](range(args.seeds))
+        CLAIMS[name](range(args.seeds), args.images / f"cartpole_{name}.png")
 
 
 if __name__ == "__main__":

@@ -240,9 +240,9 @@ class PPO:
         batch = Batch(*(tensor[rollout.real] for tensor in fixed))
         losses: list[Tensor] = []
         for _ in range(config.ppo_epochs):
-            shuffled = torch.randperm(len(batch.actions), generator=self.generator)
-            for rows in shuffled.tensor_split(config.num_mini_batches):
-                losses.append(self.step(Batch(*(tensor[rows] for tensor in batch))))
+            order = torch.randperm(len(batch.actions), generator=self.generator)
+            shuffled = (tensor[order].tensor_split(config.num_mini_batches) for tensor in batch)
+            losses += [self.step(Batch(*mini_batch)) for mini_batch in zip(*shuffled, strict=True)]
             moved = self.distance(batch)
             if config.max_approx_kl is not None and moved["approx_kl"] > config.max_approx_kl:
                 break

@@ -57,17 +57,15 @@ def compute_gae(
     if not (0 <= gamma <= 1 and 0 <= gae_lambda <= 1):
         raise ValueError(f"gamma and gae_lambda must be in [0, 1], got {gamma} and {gae_lambda}.")
 
+    same = continues.bool()
     zero = torch.zeros_like(bootstrap_value)
-    next_value, next_advantage = bootstrap_value, zero
-    advantages = torch.empty_like(values)
-    for t in reversed(range(rewards.shape[-1])):
-        same = continues[..., t].bool()
-        next_value = torch.where(same, next_value, zero)
-        next_advantage = torch.where(same, next_advantage, zero)
-        delta = rewards[..., t] + gamma * next_value - values[..., t]
-        next_advantage = delta + gamma * gae_lambda * next_advantage
-        advantages[..., t] = next_advantage
-        next_value = values[..., t]
+    next_values = torch.cat([values[..., 1:], bootstrap_value.unsqueeze(-1)], dim=-1)  # (..., T)
+    deltas = rewards + gamma * torch.where(same, next_values, zero.unsqueeze(-1)) - values  # (..., T)
+    advantage, backwards = zero, []
+    for delta, kept in zip(reversed(deltas.unbind(-1)), reversed(same.unbind(-1)), strict=True):
+        advantage = delta + gamma * gae_lambda * torch.where(kept, advantage, zero)
+        backwards.append(advantage)
+    advantages = torch.stack(backwards[::-1], dim=-1) if backwards else torch.empty_like(values)
     return advantages, advantages + values
 
 
