@@ -2,6 +2,7 @@
 
     make benchmark-cartpole                                # ten seeds; installs the peer into .venv-sb3
     make benchmark-cartpole ARGS="--seeds 3"
+    python benchmarks/cartpole.py --ours-only --seeds 50   # how far the seeds spread
 
 Both play gymnasium's CartPole-v1 and are judged by the same function: after every 1,024 environment steps the greedy
 policy plays 100 fresh episodes. "Solved" is the first such evaluation from which on none is below 475. Seconds are
@@ -27,6 +28,7 @@ EVALUATE_EVERY = 1024  # environment steps
 EPISODES, THRESHOLD = 100, 475
 FRESH = 1_000_000  # seed of the evaluation episodes
 ROOT = Path(__file__).parents[1]
+PEER = ROOT / ".venv-sb3" / "bin" / "python"
 
 
 class Clock:
@@ -135,49 +137,61 @@ def launch(python, name, seed):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def spread(values, form):
+def until_solved(row):
+    return f"{'' if row['solved'] else 'not by '}{row['steps']:,} | {row['seconds']:.2f}"
+
+
+def spread(rows, key, form):
+    values = [row[key] for row in rows]
     return f"{form.format(statistics.median(values))} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+def summary(ours, peer):
+    """Medians and spreads, and the two ratios."""
+    print("\nmedian (min to max)")
+    for name, rows in [("ours", ours), ("SB3", peer)]:
+        if rows:
+            print(f"  {name:5} steps until solved  {spread(rows, 'steps', '{:,.0f}')}")
+            print(f"        seconds             {spread(rows, 'seconds', '{:.2f}')}")
+            print(f"        whole run, seconds  {spread(rows, 'total_seconds', '{:.2f}')}")
+            print(f"        solved              {sum(row['solved'] for row in rows)} of {len(rows)} seeds")
+    for key in ("greedy_mean", "sampled_mean", "greedy_median", "sampled_median"):
+        print(f"  ours, final {key.replace('_', ' '):15} {spread(ours, key, '{:.1f}')}")
+    if peer:
+        seconds = [statistics.median(row["seconds"] for row in rows) for rows in (ours, peer)]
+        steps = [statistics.median(row["steps"] for row in rows) for rows in (ours, peer)]
+        print(
+            f"  median seconds, SB3 / ours {seconds[1] / seconds[0]:.1f}; steps, ours / SB3 {steps[0] / steps[1]:.2f}"
+        )
+    print(f"  {platform.machine()}, Python {platform.python_version()}, one thread per run")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10, help="seeds 0 to this less one")
-    parser.add_argument(
-        "--peer-python", type=Path, default=ROOT / ".venv-sb3/bin/python", help="has stable-baselines3"
-    )
+    parser.add_argument("--ours-only", action="store_true", help="without the peer")
+    parser.add_argument("--peer-python", type=Path, default=PEER, help="has stable-baselines3")
     parser.add_argument("--run", choices=["ours", "sb3"], help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
         return run_one(args.run, args.seed)
-    if not args.peer_python.exists():
+    if not args.ours_only and not args.peer_python.exists():
         parser.error(f"{args.peer_python} does not exist: `make benchmark-cartpole` installs it.")
 
-    print("| seed | ours: steps | seconds | greedy | sampled | SB3: steps | seconds | seconds SB3 / ours |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
+    peer_columns = "" if args.ours_only else " SB3: steps | seconds | seconds SB3 / ours |"
+    print(f"| seed | ours: steps | seconds | greedy | sampled |{peer_columns}")
+    print("|---:|---:|---:|---:|---:|" + "---:|" * peer_columns.count("|"))
     ours, peer = [], []
     for seed in range(args.seeds):
-        ours.append(launch(sys.executable, "ours", seed))
-        peer.append(launch(args.peer_python, "sb3", seed))
-        cells = []
-        for row in (ours[-1], peer[-1]):
-            never = "" if row["solved"] else "not by "
-            cells.append(f"{never}{row['steps']:,} | {row['seconds']:.2f}")
-        judged = f"{ours[-1]['greedy_mean']:.1f} | {ours[-1]['sampled_mean']:.1f}"
-        ratio = peer[-1]["seconds"] / ours[-1]["seconds"]
-        print(f"| {seed} | {cells[0]} | {judged} | {cells[1]} | {ratio:.1f} |", flush=True)
-    print("\nmedian (min to max)")
-    for name, rows in [("ours", ours), ("SB3", peer)]:
-        print(f"  {name:5} steps until solved  {spread([row['steps'] for row in rows], '{:,.0f}')}")
-        print(f"        seconds             {spread([row['seconds'] for row in rows], '{:.2f}')}")
-        print(f"        whole run, seconds  {spread([row['total_seconds'] for row in rows], '{:.2f}')}")
-        print(f"        solved              {sum(row['solved'] for row in rows)} of {len(rows)} seeds")
-    for key in ("greedy_mean", "sampled_mean", "greedy_median", "sampled_median"):
-        print(f"  ours, final {key.replace('_', ' '):15} {spread([row[key] for row in ours], '{:.1f}')}")
-    seconds = [statistics.median(row["seconds"] for row in rows) for rows in (ours, peer)]
-    steps = [statistics.median(row["steps"] for row in rows) for rows in (ours, peer)]
-    print(f"  median seconds, SB3 / ours {seconds[1] / seconds[0]:.1f}; steps, ours / SB3 {steps[0] / steps[1]:.2f}")
-    print(f"  {platform.machine()}, Python {platform.python_version()}, one thread per run")
+        row = launch(sys.executable, "ours", seed)
+        ours.append(row)
+        line = f"| {seed} | {until_solved(row)} | {row['greedy_mean']:.1f} | {row['sampled_mean']:.1f} |"
+        if not args.ours_only:
+            peer.append(launch(args.peer_python, "sb3", seed))
+            line += f" {until_solved(peer[-1])} | {peer[-1]['seconds'] / row['seconds']:.1f} |"
+        print(line, flush=True)
+    summary(ours, peer)
 
 
 if __name__ == "__main__":
