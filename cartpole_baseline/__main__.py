@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -94,6 +95,9 @@ def train(run: RunArguments, config: PPOConfig | ReinforceConfig) -> tuple[torch
 
     Returns:
         The actor, and one dict of numbers per update.
+
+    Raises:
+        ValueError: settings that make no sense together, or an interrupt before the first update.
     """
     envs = make_envs(
         run.env_id, run.num_envs, autoreset_mode=run.autoreset_mode, max_episode_steps=run.max_episode_steps
@@ -104,7 +108,11 @@ def train(run: RunArguments, config: PPOConfig | ReinforceConfig) -> tuple[torch
     folder.mkdir(parents=True, exist_ok=True)
     log: list[dict[str, Any]] = []
     seconds, started = 0.0, time.perf_counter()
-    with (folder / LOG_FILE).open("w", encoding="utf-8") as file, tqdm(total=config.total_steps, unit="step") as bar:
+    with (
+        (folder / LOG_FILE).open("w", encoding="utf-8") as file,
+        tqdm(total=config.total_steps, unit="step") as bar,
+        suppress(KeyboardInterrupt),  # Ctrl-C ends training; what was learned is evaluated and saved
+    ):
         for update, metrics in enumerate(algorithm.train(), start=1):
             seconds += time.perf_counter() - started  # evaluation is not training
             line = {"update": update, **metrics, "seconds": seconds}
@@ -121,6 +129,8 @@ def train(run: RunArguments, config: PPOConfig | ReinforceConfig) -> tuple[torch
             started = time.perf_counter()
     envs.close()
     test_envs.close()
+    if not log:
+        raise ValueError("interrupted before the first update: nothing was learned.")
     return algorithm.actor, log
 
 

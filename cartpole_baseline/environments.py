@@ -1,5 +1,7 @@
 """Vectorised gymnasium tasks in the one form that the algorithms take: flat observations, discrete actions from 0."""
 
+import os
+
 import gymnasium as gym
 import numpy as np
 import torch
@@ -25,6 +27,8 @@ def make_env(env_id: str, *, max_episode_steps: int | None = None, render_mode: 
     Raises:
         ValueError: unknown task, missing package, continuous actions, or observations that cannot be made flat.
     """
+    if render_mode == "rgb_array":
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen, and pygame would look for one
     try:
         env = gym.make(env_id, max_episode_steps=max_episode_steps, render_mode=render_mode)
     except (gym.error.Error, ImportError) as error:

@@ -15,6 +15,7 @@ from cartpole_baseline.curve import solved_at
 from cartpole_baseline.environments import evaluate, make_env, make_envs
 from cartpole_baseline.policy import load_policy
 from cartpole_baseline.policy import main as play_main
+from cartpole_baseline.ppo import PPO
 
 COMMON = ["--total-steps", "512", "--eval-episodes", "3"]
 SMALL = [*COMMON, "--num-steps", "32"]
@@ -177,6 +178,27 @@ def test_a_finished_run_is_not_overwritten(tmp_path, capsys):
         run(folder, "--seed", "1")
     assert "holds a run already" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_ctrl_c_ends_training_and_keeps_what_was_learned(after, tmp_path, monkeypatch):
+    # kills: a traceback instead of a policy
+    learn, calls = PPO.learn, []
+
+    def interrupted(self, rollout):
+        calls.append(1)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return learn(self, rollout)
+
+    monkeypatch.setattr(PPO, "learn", interrupted)
+    if after:
+        folder = run(tmp_path / "run")
+        assert [line["step"] for line in read(folder, "log.jsonl")] == [256]
+        assert load_policy(folder)[1]["env_id"] == "CartPole-v1"
+    else:
+        with pytest.raises(SystemExit, match="nothing was learned"):
+            run(tmp_path / "run")
 
 
 def test_a_folder_without_a_policy_is_refused(tmp_path, capsys):
