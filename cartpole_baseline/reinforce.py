@@ -71,7 +71,7 @@ class Reinforce:
         returns, _ = compute_gae(  # without a critic and with lambda 1, the advantage is the return
             episodes.rewards,
             nothing,
-            continues=playing & ~(episodes.terminated | episodes.truncated),
+            continues=~(episodes.terminated | episodes.truncated),
             bootstrap_value=nothing[:, 0],
             gamma=config.gamma,
             gae_lambda=1.0,

@@ -46,18 +46,26 @@ def test_a_batch_is_one_whole_episode_of_each_environment(mode):
         assert playing.sum(1).tolist() == lengths
 
 
-def test_weights_are_discounted_returns_to_go():
-    # kills: whole-episode return for every step, returns across an end, no discount, wrong sign
-    algorithm = make_reinforce(whiten_advantages=False, entropy_coef=0.5, gamma=0.9, max_grad_norm=float("inf"))
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("mode", sorted(AUTORESET_MODES))
+def test_weights_are_discounted_returns_to_go(mode, whiten):
+    # kills: whole-episode return for every step, returns across an end, no discount, wrong sign, whitening over the
+    # steps after an end
+    settings = {"entropy_coef": 0.5, "gamma": 0.9, "max_grad_norm": float("inf"), "whiten_advantages": whiten}
+    algorithm = make_reinforce(make_envs("CartPole-v1", 3, autoreset_mode=mode), **settings)
     batch, playing = algorithm.collect(seed=0)
+    lengths = playing.sum(1).tolist()
+    assert len(set(lengths)) > 1  # else nothing comes after an end
+    where = [(env, t) for env, length in enumerate(lengths) for t in range(length)]
+    to_go = torch.tensor(
+        [sum(0.9 ** (k - t) * float(batch.rewards[env, k]) for k in range(t, lengths[env])) for env, t in where],
+        dtype=torch.float64,
+    )
+    weights = (to_go - to_go.mean()) / to_go.std(correction=0) if whiten else to_go
     log_pi = torch.log_softmax(algorithm.actor(batch.observations).double(), -1)
-    chosen = log_pi.gather(-1, batch.actions[..., None])[..., 0]
-    loss, count = 0.0, int(playing.sum())
-    for env, length in enumerate(playing.sum(1).tolist()):
-        for t in range(length):
-            to_go = sum(0.9 ** (k - t) * float(batch.rewards[env, k]) for k in range(t, length))
-            entropy = -(log_pi[env, t].exp() * log_pi[env, t]).sum()
-            loss = loss - (to_go * chosen[env, t] + 0.5 * entropy) / count
+    chosen = torch.stack([log_pi[env, t, batch.actions[env, t]] for env, t in where])
+    entropy = torch.stack([-(log_pi[env, t].exp() * log_pi[env, t]).sum() for env, t in where])
+    loss = -(weights * chosen).mean() - 0.5 * entropy.mean()
     expected = torch.autograd.grad(loss, list(algorithm.actor.parameters()))
     algorithm.learn(batch, playing)
     for parameter, gradient in zip(algorithm.actor.parameters(), expected, strict=True):
