@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Dict, Discrete
 from PIL import Image
 
 from cartpole_baseline.__main__ import main
+from cartpole_baseline.config import PPOConfig
 from cartpole_baseline.curve import solved_at
 from cartpole_baseline.environments import evaluate, make_env, make_envs
 from cartpole_baseline.policy import load_policy
@@ -218,8 +221,10 @@ def test_a_policy_that_does_not_fit_its_settings_is_refused(tmp_path):
 def test_evaluation_counts_one_whole_episode_of_each_environment():
     # kills: the first episodes to end, wherever; sums that go on after an end
     envs = make_envs("CartPole-v1", 20)
+    torch.manual_seed(0)
     actor = torch.nn.Linear(4, 2)
     returns = evaluate(envs, actor, greedy=True, seed=3)
+    assert returns.max() > returns.min() + 5  # else nothing goes on after an end
     env = make_env("CartPole-v1")
     starts = make_envs("CartPole-v1", 20).reset(seed=3)[0]
     for start, expected in zip(starts, returns, strict=True):
@@ -231,6 +236,44 @@ def test_evaluation_counts_one_whole_episode_of_each_environment():
             observation, _, terminated, truncated, _ = env.step(action)
             ended, steps = terminated or truncated, steps + 1
         assert abs(steps - expected) <= 1  # the vectorised task starts from the unrounded state
+
+
+class Odd(gym.Env):
+    """Observations of two kinds, actions 5 and 6; pays 1 for the action it asks for."""
+
+    observation_space = Dict({"asked": Discrete(2), "noise": Box(0, 1, (2, 3))})
+    action_space = Discrete(2, start=5)
+
+    def _observe(self):
+        self.asked = int(self.np_random.integers(2))
+        return {"asked": self.asked, "noise": self.np_random.random((2, 3), dtype=np.float32)}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action):
+        assert action in (5, 6)
+        return self._observe(), float(action == 5 + self.asked), False, False, {}
+
+
+@pytest.mark.parametrize("mode", ["next_step", "same_step"])
+def test_observations_are_flattened_and_actions_shifted(mode):
+    # kills: FlattenObservation or the start of the action space left out; the asked action mixed up
+    gym.register("Odd-v0", Odd, max_episode_steps=10, disable_env_checker=True)
+    try:
+        envs = make_envs("Odd-v0", 4, autoreset_mode=mode)
+        assert envs.single_observation_space.shape == (2 + 6,)
+        assert (envs.single_action_space.n, envs.single_action_space.start) == (2, 0)
+        asks = torch.nn.Linear(8, 2, bias=False)
+        asks.weight.data = torch.eye(2, 8)  # the first two inputs are the one-hot of what is asked
+        test_envs = make_envs("Odd-v0", 3)
+        assert evaluate(test_envs, asks, greedy=True, seed=0).tolist() == [10, 10, 10]
+        algorithm = PPO(envs, PPOConfig(total_steps=8_000, num_steps=50))
+        list(algorithm.train())
+        assert evaluate(test_envs, algorithm.actor, greedy=True, seed=0).mean() > 9.5
+    finally:
+        del gym.registry["Odd-v0"]
 
 
 def test_an_episode_that_never_ends_is_an_error_that_says_what_to_do():
