@@ -27,10 +27,10 @@ def make_env(env_id: str, *, max_episode_steps: int | None = None, render_mode: 
     Raises:
         ValueError: unknown task, missing package, continuous actions, or observations that cannot be made flat.
     """
-    if render_mode == "rgb_array":
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen, and pygame would look for one
+    rendering = {} if render_mode is None else {"render_mode": render_mode}  # not every task takes the argument
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pictures need no screen, and pygame would look for one
     try:
-        env = gym.make(env_id, max_episode_steps=max_episode_steps, render_mode=render_mode)
+        env = gym.make(env_id, max_episode_steps=max_episode_steps, **rendering)
     except (gym.error.Error, ImportError) as error:
         raise ValueError(f"cannot make the task {env_id!r}: {error}") from error
     if not isinstance(env.action_space, Discrete):

@@ -259,8 +259,8 @@ class Odd(gym.Env):
 
 @pytest.mark.parametrize("mode", ["next_step", "same_step"])
 def test_observations_are_flattened_and_actions_shifted(mode):
-    # kills: FlattenObservation or the start of the action space left out; the asked action mixed up
-    gym.register("Odd-v0", Odd, max_episode_steps=10, disable_env_checker=True)
+    # kills: FlattenObservation or the start of the action space left out; a vectorised version that is not flat used
+    gym.register("Odd-v0", Odd, max_episode_steps=10, disable_env_checker=True, vector_entry_point="no.such:Task")
     try:
         envs = make_envs("Odd-v0", 4, autoreset_mode=mode)
         assert envs.single_observation_space.shape == (2 + 6,)
@@ -287,7 +287,14 @@ def test_an_episode_that_never_ends_is_an_error_that_says_what_to_do():
 
 @pytest.mark.parametrize(
     ("returns", "expected"),
-    [([500, 500], 10), ([10, 475, 500], 20), ([500, 474, 475], 30), ([500, 10], None), ([], None)],
+    [
+        ([500, 500], 10),
+        ([10, 475, 500], 20),
+        ([500, 474, 475], 30),
+        ([500, 10], None),
+        ([], None),
+        ([9, 500, 9, 500], 40),
+    ],
 )
 def test_solved_means_reached_and_kept(returns, expected):
     # kills: the first time above the threshold; > for >=
