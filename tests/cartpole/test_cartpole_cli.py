@@ -254,7 +254,8 @@ class Odd(gym.Env):
 
     def step(self, action):
         assert action in (5, 6)
-        return self._observe(), float(action == 5 + self.asked), False, False, {}
+        reward = float(action == 5 + self.asked)
+        return self._observe(), reward, False, False, {}
 
 
 @pytest.mark.parametrize("mode", ["next_step", "same_step"])
