@@ -74,7 +74,11 @@ class RunArguments:
 
 def parse(arguments: list[str] | None) -> tuple[RunArguments, PPOConfig | ReinforceConfig]:
     """Command line -> run arguments and the settings of the chosen algorithm; anything else ends with one line."""
-    names = {"prog": "cartpole_baseline", "usage": "python -m cartpole_baseline [--help] [--setting value ...]"}
+    names = {
+        "prog": "cartpole_baseline",
+        "usage": "python -m cartpole_baseline [--help] [--setting value ...]",
+        "description": "Train on CartPole-v1, or on another gymnasium task with discrete actions.",
+    }
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, **names)
     first.add_argument("--algorithm", choices=ALGORITHMS, default="ppo")
     algorithm = first.parse_known_args(arguments)[0].algorithm
