@@ -107,6 +107,14 @@ def test_the_same_seed_twice_gives_the_same_files(tmp_path):
     assert (tmp_path / "c" / "policy.safetensors").read_bytes() != weights[0]
 
 
+def test_seconds_add_up(tmp_path):
+    # kills: the seconds of one update instead of all so far
+    log = read(run(tmp_path / "run", "--total-steps", "3072"), "log.jsonl")
+    seconds = [line["seconds"] for line in log]
+    assert len(seconds) == 12
+    assert seconds == sorted(seconds)
+
+
 def test_reinforce_is_a_flag(tmp_path):
     folder = run(tmp_path / "run", "--algorithm", "reinforce")
     assert read(folder, "config.json")["algorithm"] == "reinforce"
