@@ -37,7 +37,7 @@ demo: $(VENV)/.installed  ## Train a real 135M model to write periods, about fiv
 cartpole: $(VENV)/.installed-cartpole  ## Train PPO on CartPole, seconds; ARGS="--render" films it
 	$(BIN)/python -m cartpole_baseline $(ARGS)
 
-benchmark-cartpole: $(VENV)/.installed-cartpole .venv-sb3/.installed  ## Ours beside stable-baselines3, about ten minutes
+benchmark-cartpole: $(VENV)/.installed-cartpole .venv-sb3/.installed  ## Ours beside stable-baselines3, about eight minutes
 	$(BIN)/python benchmarks/cartpole.py $(ARGS)
 
 test: $(VENV)/.installed-dev  ## The fast tests

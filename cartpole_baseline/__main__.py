@@ -26,6 +26,7 @@ from cartpole_baseline.config import PPOConfig, ReinforceConfig
 from cartpole_baseline.curve import plot, reward_threshold, solved_at
 from cartpole_baseline.environments import evaluate, make_envs
 from cartpole_baseline.policy import (
+    CONFIG_FILE,
     FRESH,
     GIF_FILE,
     POLICY_FILE,
@@ -39,6 +40,7 @@ from cartpole_baseline.ppo import PPO
 from cartpole_baseline.reinforce import Reinforce
 
 LOG_FILE, CURVE_FILE, EVALUATION_FILE = "log.jsonl", "learning_curve.png", "evaluation.json"
+FILES = (LOG_FILE, CURVE_FILE, EVALUATION_FILE, POLICY_FILE, CONFIG_FILE, GIF_FILE)
 ALGORITHMS = {"ppo": (PPOConfig, PPO), "reinforce": (ReinforceConfig, Reinforce)}
 
 
@@ -68,8 +70,10 @@ class RunArguments:
             raise ValueError(f"eval_episodes must be at least 1, got {self.eval_episodes}.")
         if self.output_dir is None:
             self.output_dir = time.strftime("runs/cartpole-%Y%m%d-%H%M%S")
-        if (Path(self.output_dir) / LOG_FILE).exists():
-            raise ValueError(f"{self.output_dir} holds a run already: give another output_dir.")
+        if not self.output_dir:
+            raise ValueError("output_dir is empty: give a folder, or leave it out.")
+        if found := [name for name in FILES if (Path(self.output_dir) / name).exists()]:
+            raise ValueError(f"{self.output_dir} holds {', '.join(found)} already: give another output_dir.")
 
 
 def parse(arguments: list[str] | None) -> tuple[RunArguments, PPOConfig | ReinforceConfig]:
@@ -109,7 +113,10 @@ def train(run: RunArguments, config: PPOConfig | ReinforceConfig) -> tuple[torch
     algorithm = ALGORITHMS[run.algorithm][1](envs, config)
     test_envs = make_envs(run.env_id, run.eval_episodes, max_episode_steps=run.max_episode_steps)
     folder = Path(run.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder output_dir={str(folder)!r}: {error.strerror}.") from error
     log: list[dict[str, Any]] = []
     seconds, started = 0.0, time.perf_counter()
     with (

@@ -38,7 +38,8 @@ class _Config:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self)).items():
             self._check_type(name, kind)
-        self._require(["seed", "entropy_coef"], lambda x: 0 <= x < math.inf, "at least 0 and finite")
+        self._require(["seed"], lambda x: 0 <= x < 2**32, "at least 0 and below 2**32")
+        self._require(["entropy_coef"], lambda x: 0 <= x < math.inf, "at least 0 and finite")
         self._require(["total_steps", "hidden_size"], lambda x: x >= 1, "at least 1")
         self._require(["gamma"], lambda x: 0 <= x <= 1, "in [0, 1]")
         self._require(["adam_epsilon"], lambda x: 0 < x < math.inf, "above 0 and finite")

@@ -162,6 +162,9 @@ WRONG = [
     (["--clip-range", "0"], "clip_range must be above 0"),
     (["--hidden-size", "x"], "invalid int value: 'x'"),
     (["--seed", "-1"], "seed must be at least 0"),
+    (["--seed", str(10**30)], "below 2**32"),
+    (["--output-dir", ""], "output_dir is empty"),
+    (["--output-dir", "/dev/null/run"], "cannot make the folder output_dir='/dev/null/run'"),
     (["--eval-episodes", "0"], "eval_episodes must be at least 1"),
     (["--learning-rat", "1"], "unknown settings of ppo: --learning-rat"),
     (["--algorithm", "reinforce", "--clip-range", "0.1"], "unknown settings of reinforce: --clip-range"),
@@ -187,8 +190,17 @@ def test_a_finished_run_is_not_overwritten(tmp_path, capsys):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(SystemExit):
         run(folder, "--seed", "1")
-    assert "holds a run already" in capsys.readouterr().err
+    assert "holds log.jsonl, learning_curve.png" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_files_of_somebody_else_are_not_overwritten(tmp_path, capsys):
+    # kills: a check for our log only. Every model folder has a config.json.
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(SystemExit):
+        run(tmp_path)
+    assert "holds config.json already" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 @pytest.mark.parametrize("after", [0, 1])
