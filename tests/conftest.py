@@ -107,3 +107,12 @@ def config_factory(tmp_path):
         return PPOConfig(**{**settings, **overrides})
 
     return make
+
+
+@pytest.fixture
+def one_thread():
+    """Tiny tensors: a second thread only costs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

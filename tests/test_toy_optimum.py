@@ -8,14 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_kit import PPOConfig, PPOTrainer
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny tensors: a second thread only costs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 SCORES = torch.tensor([0.0, 0.5, 1.0])  # of token 0, 1, 2

@@ -20,17 +20,10 @@ from cartpole_baseline.policy import load_policy
 from cartpole_baseline.policy import main as play_main
 from cartpole_baseline.ppo import PPO
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COMMON = ["--total-steps", "512", "--eval-episodes", "3"]
 SMALL = [*COMMON, "--num-steps", "32"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny tensors: a second thread only costs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(folder, *arguments):

@@ -18,16 +18,9 @@ from cartpole_baseline.config import PPOConfig
 from cartpole_baseline.environments import AUTORESET_MODES, evaluate, make_envs
 from cartpole_baseline.ppo import PPO, Batch, EpisodeReturns, Rollout, advantages_and_returns, play, sample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {"total_steps": 96, "num_steps": 16, "num_mini_batches": 3, "ppo_epochs": 2, "hidden_size": 8}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny tensors: a second thread only costs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Script(gym.Env):

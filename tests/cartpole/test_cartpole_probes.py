@@ -9,17 +9,10 @@ import torch
 from cartpole_baseline.config import PPOConfig
 from cartpole_baseline.ppo import PPO
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 MODES = ["next_step", "same_step"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny tensors: a second thread only costs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def learn(task, *, total_steps, seed=0, mode="next_step", **settings):

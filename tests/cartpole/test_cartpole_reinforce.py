@@ -13,14 +13,7 @@ from cartpole_baseline.config import ReinforceConfig
 from cartpole_baseline.environments import AUTORESET_MODES, make_envs
 from cartpole_baseline.reinforce import Reinforce
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny tensors: a second thread only costs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_reinforce(envs=None, **settings):

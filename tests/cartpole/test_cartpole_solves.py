@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from cartpole_baseline.config import PPOConfig
 from cartpole_baseline.curve import solved_at
@@ -17,14 +16,14 @@ from cartpole_baseline.environments import evaluate, make_envs
 from cartpole_baseline.ppo import PPO
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cartpole_is_solved_greedy_and_sampled(seed):
     # kills: defaults that solve some seeds only; a policy that is good only when greedy
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     algorithm, test_envs = PPO(make_envs("CartPole-v1", 8), PPOConfig(seed=seed)), make_envs("CartPole-v1", 100)
     log = [
         {"step": row["step"], "greedy_return": evaluate(test_envs, algorithm.actor, greedy=True, seed=777_777).mean()}
@@ -36,7 +35,6 @@ def test_cartpole_is_solved_greedy_and_sampled(seed):
         returns = evaluate(test_envs, algorithm.actor, greedy=greedy, seed=888_888)
         assert returns.mean() >= 475
         assert np.median(returns) == 500
-    torch.set_num_threads(threads)
 
 
 def test_the_algorithm_is_one_short_file():
