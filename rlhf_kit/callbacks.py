@@ -16,6 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl
+from transformers.trainer_callback import ExportableState
 
 from rlhf_kit.config import PPOConfig
 from rlhf_kit.state import PPOState
@@ -51,23 +52,60 @@ class CallbackList:
             control = getattr(callback, event)(args, state, control, **self._context, **kwargs) or control
         return control
 
+    def states(self) -> dict[str, Any]:
+        """States of the callbacks that have one, by class name and number."""
+        return {key: callback.state() for key, callback in self._stateful().items()}
+
+    def load_states(self, states: dict[str, Any]) -> None:
+        """Set the attributes of stateful callbacks back; one that the states do not know stays as it is."""
+        for key, callback in self._stateful().items():
+            for name, value in states.get(key, {}).get("attributes", {}).items():
+                setattr(callback, name, value)
+
+    def _stateful(self) -> dict[str, ExportableState]:
+        found = [callback for callback in self._callbacks if isinstance(callback, ExportableState)]
+        return {f"{type(callback).__name__}_{i}": callback for i, callback in enumerate(found)}
+
 
 class JsonlLog(TrainerCallback):
-    """Appends metrics and completions to JSON-lines files in `output_dir`, and writes the config once."""
-
-    def on_init_end(self, args: PPOConfig, state: PPOState, control: TrainerControl, **kwargs: Any) -> None:
-        """Make the folder and write the config."""
-        folder = Path(args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(json.dumps(asdict(args), indent=2) + "\n")
+    """Appends metrics and completions to JSON-lines files in `output_dir`, and writes the config beside them."""
 
     def on_log(
         self, args: PPOConfig, state: PPOState, control: TrainerControl, *, logs: dict[str, float],
         completions: list[dict[str, Any]], **kwargs: Any,
     ) -> None:  # fmt: skip
         """Append one line of metrics and one line per completion."""
-        _append_lines(Path(args.output_dir) / LOG_FILE, [logs])
-        _append_lines(Path(args.output_dir) / COMPLETIONS_FILE, completions)
+        folder = Path(args.output_dir)
+        if not (folder / LOG_FILE).exists():
+            self._start(args)
+        _append_lines(folder / LOG_FILE, [logs])
+        _append_lines(folder / COMPLETIONS_FILE, completions)
+
+    def rewind(self, args: PPOConfig, state: PPOState) -> None:
+        """Bring the files to where a resumed run goes on: later lines go, and so does one that a kill cut off."""
+        self._start(args)
+        path = Path(args.output_dir) / COMPLETIONS_FILE
+        rows = read_jsonl(path) if path.exists() else []
+        _replace_lines(path, [row for row in rows if row["iteration"] <= state.iteration])
+        _replace_lines(Path(args.output_dir) / LOG_FILE, state.log_history)
+
+    def _start(self, args: PPOConfig) -> None:
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(json.dumps(asdict(args), indent=2) + "\n")
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The complete lines of a JSON-lines file."""
+    lines = Path(path).read_text(encoding="utf-8").split("\n")  # texts may hold other line separators
+    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut off by a kill
+
+
+def _replace_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    _append_lines(draft, rows)
+    draft.replace(path)
 
 
 def _append_lines(path: Path, rows: list[dict[str, Any]]) -> None:

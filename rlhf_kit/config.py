@@ -166,10 +166,17 @@ class PPOConfig:
         default=False, metadata=_help("Recompute layers in the backward pass: less memory, about a third slower.")
     )
 
-    # Logging
+    # Logging and saving
     log_every: int = field(default=1, metadata=_help("Iterations between log lines. The first and last always log."))
     eval_every: int | None = field(
         default=None, metadata=_help("Iterations between evaluations. None = before the first and after the last.")
+    )
+    save_every: int | None = field(
+        default=10,
+        metadata=_help("Iterations between checkpoints; the last is saved too. None = only on Ctrl-C or SIGTERM."),
+    )
+    save_total_limit: int | None = field(
+        default=2, metadata=_help("Checkpoints kept; older ones are deleted. None = all.")
     )
     report_to: list[str] | None = field(
         default=None, metadata=_help("Trackers besides the log in output_dir: tensorboard, wandb, trackio, ...")
@@ -210,7 +217,7 @@ class PPOConfig:
         at_least_1 = [
             "rollout_batch_size", "mini_batch_size", "micro_batch_size", "generation_batch_size", "ppo_epochs",
             "num_iterations", "max_prompt_length", "text_prompt_length", "max_completion_length",
-            "num_completions_per_prompt", "log_every", "eval_every",
+            "num_completions_per_prompt", "log_every", "eval_every", "save_every", "save_total_limit",
         ]  # fmt: skip
         at_least_0 = [
             "seed", "top_k", "warmup_iterations", "log_completions", "missing_eos_penalty", "learning_rate",

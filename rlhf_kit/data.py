@@ -53,6 +53,7 @@ class PromptDataset:
 
     Attributes:
         column_names: the columns besides the prompt.
+        prompt_ids: of every row, unpadded.
 
     Raises:
         TypeError: a dataset without random access, or a prompt that is neither text nor messages.
@@ -86,21 +87,21 @@ class PromptDataset:
         self._source = "prompt" if text_prompt_length is None else "text"
         columns = self._checked_columns()
         self.column_names = [name for name in columns if name != "prompt" or self._source == "text"]
-        self._prompt_ids = [self._tokenize(i, row) for i, row in enumerate(dataset)]
+        self.prompt_ids = [self._tokenize(i, row) for i, row in enumerate(dataset)]
         self._refuse_empty()
         self._refuse_unknown(vocab_size)
         limit = _limit(max_prompt_length, truncate_prompts, max_completion_length, context_length)
         if limit is not None:
-            self._prompt_ids = [ids[-limit:] for ids in self._prompt_ids]
+            self.prompt_ids = [ids[-limit:] for ids in self.prompt_ids]
         self._refuse_overlong(max_prompt_length, max_completion_length, context_length)
 
     def __len__(self) -> int:
-        return len(self._prompt_ids)
+        return len(self.prompt_ids)
 
     def batch(self, indices: Sequence[int]) -> PromptBatch:
         """The given rows as a `PromptBatch`, in the given order."""
         rows = [self._dataset[int(i)] for i in indices]
-        prompt_ids = [self._prompt_ids[int(i)] for i in indices]
+        prompt_ids = [self.prompt_ids[int(i)] for i in indices]
         if self._source == "text":
             prompts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in prompt_ids]
         else:
@@ -163,7 +164,7 @@ class PromptDataset:
         return tokenizer(rendered, add_special_tokens=False).input_ids  # the template wrote the special tokens
 
     def _refuse_empty(self) -> None:
-        empty = [i for i, ids in enumerate(self._prompt_ids) if not ids]
+        empty = [i for i, ids in enumerate(self.prompt_ids) if not ids]
         if empty:
             raise ValueError(
                 f"{len(empty)} of {len(self)} prompts have no tokens, first in row {empty[0]}: remove these rows, or "
@@ -171,14 +172,14 @@ class PromptDataset:
             )
 
     def _refuse_unknown(self, vocab_size: int | None) -> None:
-        for i, ids in enumerate(self._prompt_ids):
+        for i, ids in enumerate(self.prompt_ids):
             if vocab_size is not None and max(ids) >= vocab_size:
                 raise ValueError(
                     f"row {i} has token id {max(ids)}, but the model knows {vocab_size} tokens: is this its tokenizer?"
                 )
 
     def _refuse_overlong(self, max_prompt_length: int | None, completion: int, context: int | None) -> None:
-        lengths = [len(ids) for ids in self._prompt_ids]
+        lengths = [len(ids) for ids in self.prompt_ids]
         longest = int(np.argmax(lengths))
         n = lengths[longest]
         if max_prompt_length is not None and n > max_prompt_length:

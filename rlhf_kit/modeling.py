@@ -4,8 +4,9 @@
     reference  the same base, adapters switched off               no weights of its own
     critic     a value head on the policy's last hidden state     trained
 
-Without adapters (full fine-tuning) nothing can be switched off: the reference is then a frozen copy, made once by
-`create_reference`.
+Where training starts from a trained adapter, the reference is a frozen copy of that adapter (see
+`rlhf_kit.reference`). Without adapters (full fine-tuning) nothing can be switched off: the reference is then a frozen
+copy of the model. `create_reference` makes either once.
 
 Where things sit in a batch (P = longest prompt, T = longest completion, . = padding):
 
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -38,7 +39,9 @@ from rlhf_kit.loading import (
     refuse_unmatched_targets,
 )
 from rlhf_kit.packaged import resolve_model
-from rlhf_kit.probes import refuse_trained_adapters, refuse_wrong_padding
+from rlhf_kit.probes import adapters_change_model, refuse_wrong_padding, warn_of_distant_reference
+from rlhf_kit.reference import add_reference_adapter, has_reference_adapter, reference_adapter
+from rlhf_kit.saving import VALUE_HEAD_FILE, merged_model, save_folder
 from rlhf_kit.scoring import (
     checkpointed_layers,
     completion_outputs,
@@ -47,8 +50,6 @@ from rlhf_kit.scoring import (
     without_dropout,
 )
 from rlhf_kit.value_head import ValueHead
-
-VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 class AutoModelForCausalLMWithValueHead(nn.Module):
@@ -88,6 +89,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         hidden_size = getattr(lm_head, "in_features", lm_head.weight.shape[-1])
         self.v_head = ValueHead(hidden_size, value_head).to(lm_head.weight.device)
         self.ref_model: PreTrainedModel | None = None
+        self.is_sharded = False  # set by rlhf_kit.processes.shard_base
 
     @classmethod
     def from_pretrained(
@@ -162,6 +164,11 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         return self.causal_lm.config
 
     @property
+    def vocab_size(self) -> int:
+        """Number of token ids the model knows."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
     def generation_config(self) -> GenerationConfig:
         """The model's own generation config. Rollouts never use or change it."""
         return self.causal_lm.generation_config
@@ -181,13 +188,15 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Fix what `reference` gives. Call it once, before anything is trained.
 
         Args:
-            ref_model: a model to use as reference; it is frozen and moved to the policy's device. None = the adapters
-                switched off, or a frozen copy of a model without adapters.
+            ref_model: a model to use as reference; it is frozen and moved to the policy's device. None = an adapter
+                named "reference" that the model has; else the adapters switched off, if they change nothing yet; else
+                a frozen copy of the trained adapter on the same base; without adapters, of the model.
 
         Raises:
-            ValueError: the adapters change the model already, so switching them off would not give the model that
-                training starts from; a ref_model that shares weights with the policy; or a model that left padding
-                changes.
+            ValueError: a ref_model that shares weights with the policy, or a model that left padding changes.
+
+        Warns:
+            If policy and reference differ already, with the KL between them.
         """
         refuse_wrong_padding(self)
         own = {id(p) for p in self.pretrained_model.parameters()}
@@ -198,7 +207,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             )
         object.__setattr__(self, "ref_model", None)
         if ref_model is None and self.is_peft_model:
-            refuse_trained_adapters(self)
+            if not has_reference_adapter(self.pretrained_model) and adapters_change_model(self):
+                add_reference_adapter(self.pretrained_model)
         elif ref_model is None:
             ref_model = copy.deepcopy(self.pretrained_model)
         if ref_model is not None:
@@ -207,10 +217,11 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 ref_model.to(self.device)
         # Kept out of the module tree: it is neither saved nor counted as a part of the policy.
         object.__setattr__(self, "ref_model", ref_model)
+        warn_of_distant_reference(self)
 
     @contextmanager
     def reference(self) -> Iterator[PreTrainedModel | PeftModel]:
-        """The reference model, inside a `with` block: the adapters are off, and on again afterwards, come what may.
+        """The reference model, inside a `with` block; the policy is as before afterwards, come what may.
 
         Yields:
             The model to call. No gradient should be taken through it.
@@ -221,13 +232,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         if self.ref_model is not None:
             yield self.ref_model
         elif self.is_peft_model:
-            flags = [(p, p.requires_grad) for p in self.pretrained_model.parameters()]
-            try:
-                with self.pretrained_model.disable_adapter():
-                    yield self.pretrained_model
-            finally:  # PEFT makes every active adapter trainable, also one that was frozen
-                for parameter, flag in flags:
-                    parameter.requires_grad_(flag)
+            with reference_adapter(self.pretrained_model):
+                yield self.pretrained_model
         else:
             raise RuntimeError(
                 "a model without adapters has no reference until create_reference() copies it: call that before "
@@ -312,13 +318,21 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             save_directory: folder, made if missing.
             kwargs: passed to the model's own `save_pretrained`.
         """
-        folder = Path(save_directory)
-        self.pretrained_model.save_pretrained(folder, **kwargs)
-        if self.is_peft_model and self.pretrained_model.active_adapter != "default":
-            for file in (folder / self.pretrained_model.active_adapter).iterdir():  # PEFT's folder for other names
-                file.replace(folder / file.name)
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.v_head.state_dict().items()}
-        save_file(weights, folder / VALUE_HEAD_FILE, metadata={"format": "pt", "kind": self.v_head.kind})
+        save_folder(self, Path(save_directory), **kwargs)
+
+    def merge_and_save(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Write an ordinary `AutoModelForCausalLM` folder with the adapters merged into the base.
+
+        The model itself stays as it is: a copy of the base is made in memory meanwhile.
+
+        Args:
+            save_directory: folder, made if missing.
+            kwargs: passed to the model's own `save_pretrained`.
+
+        Raises:
+            ValueError: merging would change the log-probs, or the base is sharded.
+        """
+        merged_model(self).save_pretrained(save_directory, **kwargs)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, **kwargs: Any

@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, ProjectConfiguration, broadcast
+from accelerate.utils import broadcast
 from peft import PeftConfig
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf_kit.callbacks import LOG_FILE
+from rlhf_kit.checkpoint import list_checkpoints
 from rlhf_kit.config import PPOConfig
-from rlhf_kit.modeling import VALUE_HEAD_FILE, AutoModelForCausalLMWithValueHead
+from rlhf_kit.data import PromptDataset
+from rlhf_kit.loading import max_positions
+from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.packaged import resolve_model
+from rlhf_kit.processes import shard_base, sharding_is_wanted
+from rlhf_kit.rewards import RewardFunctions
+from rlhf_kit.saving import VALUE_HEAD_FILE
 from rlhf_kit.scoring import checkpointable_layers
-
-SUPPORTED_PROCESSES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-
 
 _USE_K1 = " Use kl_estimator='k1' in the reward, or kl_placement='loss' with 'full' or 'k2'."
 KL_WARNINGS = {
@@ -48,55 +50,24 @@ def warn_about_settings(args: PPOConfig) -> None:
         warnings.warn(KL_WARNINGS[args.kl_placement, args.kl_estimator], stacklevel=3)
 
 
-def refuse_used_folder(folder: Path) -> None:
-    """Raise `ValueError` if the folder holds a run or a model, which this run would mix with or overwrite."""
+def refuse_used_folder(folder: Path, *, but_not_to_resume: bool = False) -> None:
+    """Raise `ValueError` if the folder holds a run or a model, which this run would mix with or overwrite.
+
+    Args:
+        folder: the output_dir.
+        but_not_to_resume: let pass what `train(resume_from_checkpoint=True)` could go on with.
+    """
     files = (LOG_FILE, VALUE_HEAD_FILE, "adapter_config.json", "model.safetensors")
-    found = [name for name in files if (folder / name).exists()]
+    found = [name for name in files if (folder / name).exists()] + sorted(p.name for p in folder.glob("checkpoint-*"))
+    checkpoints = list_checkpoints(folder)
+    if checkpoints and but_not_to_resume:
+        return
     if found:
+        resume = ", go on with it by train(resume_from_checkpoint=True)" if checkpoints else ""
         raise ValueError(
-            f"output_dir {str(folder)!r} already holds {found}: choose another output_dir, or move that folder away. "
+            f"output_dir {str(folder)!r} already holds {found}: choose another output_dir{resume}, or move it away. "
             "Nothing was changed."
         )
-
-
-def make_accelerator(args: PPOConfig) -> Accelerator:
-    """The `Accelerator` of the launch, if it is one that this trainer supports.
-
-    Raises:
-        ValueError: fp16, sharding, gradient accumulation, or more processes than prompts.
-    """
-    project = None
-    if args.report_to:
-        folder = Path(args.output_dir, args.run_name or "")
-        project = ProjectConfiguration(project_dir=args.output_dir, logging_dir=str(folder))
-    accelerator = Accelerator(log_with=args.report_to, project_config=project)
-    available = {str(tracker) for tracker in accelerator.log_with}
-    missing = [name for name in args.report_to or [] if name != "all" and name not in available]
-    if missing:
-        raise ValueError(
-            f"report_to names {missing}, but these trackers are not installed: pip install them, or drop them."
-        )
-    if accelerator.distributed_type not in SUPPORTED_PROCESSES:
-        raise ValueError(
-            f"distributed type {accelerator.distributed_type.value} is not supported: launch one process per device "
-            "without FSDP, DeepSpeed or Megatron."
-        )
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        raise ValueError(
-            f"mixed_precision={accelerator.mixed_precision!r} is not supported: its range is too small for "
-            "probability ratios. Launch with bf16 or no mixed precision."
-        )
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ValueError(
-            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} of the launch has no meaning: "
-            "set PPOConfig.mini_batch_size (per optimizer step) and micro_batch_size (per forward pass) instead."
-        )
-    if args.num_prompts_per_iteration() < accelerator.num_processes:
-        raise ValueError(
-            f"{args.num_prompts_per_iteration()} prompts per iteration are too few for {accelerator.num_processes} "
-            "processes: raise rollout_batch_size."
-        )
-    return accelerator
 
 
 def build_model(
@@ -128,6 +99,8 @@ def build_model(
     _refuse_untrainable(model)
     if args.gradient_checkpointing:
         checkpointable_layers(model.causal_lm)
+    if sharding_is_wanted():
+        shard_base(model, accelerator)
     if not getattr(model.causal_lm, "is_quantized", False):  # a quantised model is on its device already
         model.to(accelerator.device)
     if accelerator.num_processes > 1:
@@ -167,31 +140,6 @@ def load_tokenizer(source: Any, model: AutoModelForCausalLMWithValueHead) -> Pre
         raise ValueError(f"no tokenizer was found at {name!r}: pass processing_class=<your tokenizer>.") from error
 
 
-def id_lists(name: str, tensors: Any, vocab_size: int) -> list[list[int]]:
-    """Token ids given as tensors or lists, as lists.
-
-    Raises:
-        ValueError: one that is not one-dimensional and of integers, is empty, or holds an id outside the vocabulary.
-    """
-    rows = []
-    for i, tensor in enumerate(tensors):
-        if isinstance(tensor, str):
-            raise ValueError(f"{name}[{i}] is text: pass token ids, e.g. torch.tensor(tokenizer(text).input_ids).")
-        tensor = torch.as_tensor(tensor)
-        if tensor.ndim != 1 or tensor.is_floating_point() or len(tensor) == 0:
-            raise ValueError(
-                f"{name}[{i}] must be a tensor of token ids of shape (n,) with n >= 1 (a completion holds at least "
-                f"its end token), got shape {tuple(tensor.shape)}, {tensor.dtype}."
-            )
-        rows.append(tensor.tolist())
-        if not (min(rows[-1]) >= 0 and max(rows[-1]) < vocab_size):
-            raise ValueError(
-                f"{name}[{i}] holds ids from {min(rows[-1])} to {max(rows[-1])}; the model's vocabulary has "
-                f"{vocab_size} tokens."
-            )
-    return rows
-
-
 def check_stop_ids(ids: list[int], vocab_size: int) -> None:
     """Raise `ValueError` for an end token that the model can never sample."""
     unknown = [i for i in ids if i >= vocab_size]
@@ -201,49 +149,32 @@ def check_stop_ids(ids: list[int], vocab_size: int) -> None:
         )
 
 
-def check_context(what: str, length: int, context_length: int | None) -> None:
-    """Raise `ValueError` for a sequence that is longer than the model was built for."""
-    if context_length is not None and length > context_length:
-        raise ValueError(f"{what}: {length} tokens are more than the model's context of {context_length}.")
+def make_prompts(
+    dataset: Any, args: PPOConfig, tokenizer: PreTrainedTokenizerBase, model: AutoModelForCausalLMWithValueHead
+) -> PromptDataset | None:
+    """A dataset's prompts, tokenised and checked; None without a dataset."""
+    if dataset is None:
+        return None
+    return PromptDataset(
+        dataset,
+        tokenizer,
+        max_prompt_length=args.max_prompt_length,
+        truncate_prompts=args.truncate_prompts,
+        text_prompt_length=args.text_prompt_length,
+        max_completion_length=args.max_completion_length,
+        context_length=max_positions(model.causal_lm),
+        vocab_size=model.vocab_size,
+    )
 
 
-def checked_step(
-    queries: Any,
-    responses: Any,
-    scores: Any,
-    *,
-    share: int,
-    rollout_batch_size: int,
-    vocab_size: int,
-    context_length: int | None,
-    stop_token_ids: list[int],
-) -> tuple[list[list[int]], list[list[int]], Tensor]:
-    """The arguments of `PPOTrainer.step` as ids and (share,) float32 scores.
-
-    Raises:
-        ValueError: a wrong number of them, ids that cannot be, or a score that is not finite.
-    """
-    prompt_ids = id_lists("queries", queries, vocab_size)
-    completion_ids = id_lists("responses", responses, vocab_size)
-    if not len(prompt_ids) == len(completion_ids) == share:
-        raise ValueError(
-            f"step() got {len(prompt_ids)} queries and {len(completion_ids)} responses; this process's share of "
-            f"rollout_batch_size={rollout_batch_size} is {share}."
-        )
-    for i, (query, response) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-        check_context(f"queries[{i}] with responses[{i}]", len(query) + len(response), context_length)
-        ends = [t for t, token in enumerate(response[:-1]) if token in stop_token_ids]
-        if ends:
-            raise ValueError(
-                f"responses[{i}] has {len(response)} tokens, but its first end token is number {ends[0] + 1}: cut it "
-                "there. What follows an end token, padding too, was not chosen by the policy."
-            )
-    if isinstance(scores, int | float):
-        raise ValueError(f"scores must hold one number per response, {share} here, got {scores}.")
-    numbers = torch.tensor([float(score) for score in scores], dtype=torch.float32)
-    if len(numbers) != share:
-        raise ValueError(f"{len(numbers)} scores were given for {share} responses.")
-    bad = (~numbers.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise ValueError(f"scores[{bad[0]}] is {float(numbers[bad[0]])}: scores must be finite numbers.")
-    return prompt_ids, completion_ids, numbers
+def make_rewards(funcs: Any, args: PPOConfig, *prompts: PromptDataset | None) -> RewardFunctions | None:
+    """The reward functions, checked against the columns of the prompts; None without functions."""
+    if funcs is None:
+        if args.reward_weights is not None:
+            raise ValueError(f"reward_weights={args.reward_weights} needs reward_funcs.")
+        return None
+    rewards = RewardFunctions(funcs, weights=args.reward_weights)
+    for dataset in prompts:
+        if dataset is not None:
+            rewards.check_arguments(dataset.column_names)
+    return rewards

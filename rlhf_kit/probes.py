@@ -3,43 +3,67 @@
 `model` is an `AutoModelForCausalLMWithValueHead` everywhere.
 """
 
+import warnings
 from typing import Any
 
 import torch
 from peft.utils import ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from rlhf_kit.functional import full_kl
 
 LENGTH = 8  # tokens of a probe
 
 
-def refuse_trained_adapters(model: Any) -> None:
-    """Raise `ValueError` if the adapters change the model: without them it is not what training starts from."""
+def adapters_change_model(model: Any) -> bool:
+    """Whether the model with adapters is another than its bare base."""
     trained = _trained_token_ids(model)
-    ids = torch.tensor([[*trained, *range(LENGTH)]], device=model.device) % _vocab_size(model)  # (1, S)
+    ids = torch.tensor([[*trained, *range(LENGTH)]], device=model.device) % model.vocab_size  # (1, S)
+    return _reference_difference(model, ids) > 0 or _rows_are_trained(model)
+
+
+def warn_of_distant_reference(model: Any) -> None:
+    """Warn if policy and reference differ on some tokens before anything was trained, and by how much."""
+    ids = torch.arange(LENGTH, device=model.device)[None] % model.vocab_size  # (1, S)
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        policy, _ = model.score(ids, mask, completion_length=LENGTH - 1)
+    kl = float(full_kl(policy.float(), model.score_reference(ids, mask, completion_length=LENGTH - 1).float()).mean())
+    if kl > 1e-6:
+        warnings.warn(
+            f"the policy starts {kl:.3g} nats per token away from its reference (on {LENGTH} probe tokens): the KL "
+            "penalty pulls it there from the first iteration. Drop ref_model to start at KL 0.",
+            stacklevel=2,
+        )
+
+
+def logprob_difference(model: Any, other: nn.Module) -> tuple[float, float]:
+    """Difference of log-probs between the policy and a plain causal LM, and how much of it rounding may explain."""
+    ids = torch.arange(1, LENGTH + 1, device=model.device)[None] % model.vocab_size  # (1, S)
+    with torch.no_grad():
+        policy, _ = model.score(ids, torch.ones_like(ids), completion_length=LENGTH - 1)
+        logits = other.eval()(input_ids=ids).logits[:, :-1]
+    return _typical_difference(policy, logits), _tolerance(model)
+
+
+def _reference_difference(model: Any, ids: Tensor) -> float:
     mask = torch.ones_like(ids)
     with torch.no_grad():
         policy, _ = model.score(ids, mask, completion_length=ids.shape[1] - 1)
     reference = model.score_reference(ids, mask, completion_length=ids.shape[1] - 1)
-    difference = float((policy - reference).abs().max())
-    if difference > 0 or _rows_are_trained(model):
-        raise ValueError(
-            f"the adapters change the model already (logits by up to {difference:.3g}), so with adapters off the "
-            "reference would be the bare base, not the model that training starts from. Merge them first "
-            "(model = model.merge_and_unload()) and pass peft_config for new ones, or pass ref_model."
-        )
+    return float((policy - reference).abs().max())
 
 
 def refuse_wrong_padding(model: Any) -> None:
     """Raise `ValueError` if padding before a prompt changes the log-probs of what follows it."""
-    ids = torch.arange(1, LENGTH + 1, device=model.device)[None] % _vocab_size(model)  # (1, S)
+    ids = torch.arange(1, LENGTH + 1, device=model.device)[None] % model.vocab_size  # (1, S)
     mask = torch.ones_like(ids)
     padding = torch.zeros_like(ids[:, :3])
     with torch.no_grad():
         plain, _ = model.score(ids, mask, completion_length=4)
         padded, _ = model.score(torch.cat([padding, ids], 1), torch.cat([padding, mask], 1), completion_length=4)
-    difference = (plain.float().log_softmax(-1) - padded.float().log_softmax(-1)).abs()
-    typical = float((difference * plain.float().softmax(-1)).sum(-1).max())  # weighted as sampling would
-    exact = next(model.causal_lm.parameters()).dtype == torch.float32
-    if not typical < (1e-3 if exact else 0.3):
+    typical = _typical_difference(plain, padded)
+    if not typical < _tolerance(model):
         raise ValueError(
             f"{type(model.causal_lm).__name__} gives other log-probabilities when a prompt is padded on the left (by "
             f"{typical:.3g} nats), so batches of prompts of different lengths would be scored wrongly. It is not "
@@ -58,8 +82,15 @@ def _rows_are_trained(model: Any) -> bool:
     return any(p.any() for name, p in model.pretrained_model.named_parameters() if "lora_embedding_A" in name)
 
 
-def _vocab_size(model: Any) -> int:
-    return int(model.config.get_text_config().vocab_size)
+def _typical_difference(logits: Tensor, others: Tensor) -> float:
+    """Difference of log-probs, weighted as sampling would, at the position where it is largest; nats."""
+    difference = (logits.float().log_softmax(-1) - others.float().log_softmax(-1)).abs()
+    return float((difference * logits.float().softmax(-1)).sum(-1).max())
+
+
+def _tolerance(model: Any) -> float:
+    """What rounding may explain of such a difference, nats."""
+    return 1e-3 if next(model.causal_lm.parameters()).dtype == torch.float32 else 0.3
 
 
 def _trained_token_ids(model: Any) -> list[int]:

@@ -6,16 +6,10 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-from rlhf_kit.callbacks import COMPLETIONS_FILE, LOG_FILE
+from rlhf_kit.callbacks import COMPLETIONS_FILE, LOG_FILE, read_jsonl
 from rlhf_kit.metrics import OTHER_PROMPTS
 
 WIDTH = 100  # columns of the text
-
-
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSON-lines file."""
-    lines = Path(path).read_text(encoding="utf-8").split("\n")  # texts may hold other line separators
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut off by a kill
 
 
 def run_summary(output_dir: str | Path) -> str:

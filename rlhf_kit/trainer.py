@@ -1,9 +1,6 @@
 """PPOTrainer: collect a rollout, learn from it, repeat."""
 
-import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +13,32 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
 from trl import is_conversational
 
-from rlhf_kit.callbacks import CallbackList, JsonlLog, Progress, Trackers
+from rlhf_kit.card import write_model_card
 from rlhf_kit.config import PPOConfig
 from rlhf_kit.data import PromptBatch, PromptDataset, prompt_order
+from rlhf_kit.identity import run_identity
+from rlhf_kit.journal import Journal
 from rlhf_kit.kl_control import adapted_kl_coef
 from rlhf_kit.loading import max_positions
-from rlhf_kit.metrics import OTHER_PROMPTS, completion_rows, rollout_metrics, target_metrics
+from rlhf_kit.metrics import OTHER_PROMPTS, rollout_metrics, target_metrics
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.preparation import (
     build_model,
-    check_context,
     check_stop_ids,
-    checked_step,
-    id_lists,
     load_tokenizer,
-    make_accelerator,
+    make_prompts,
+    make_rewards,
     refuse_used_folder,
     warn_about_settings,
 )
-from rlhf_kit.rewards import RewardFunc, RewardFunctions
+from rlhf_kit.processes import any_of_all, failing_together, make_accelerator
+from rlhf_kit.resume import Checkpoints
+from rlhf_kit.rewards import RewardFunc
 from rlhf_kit.rollout import Rollout, compute_targets, concat_rollouts, record_rollout, shaped_scores
 from rlhf_kit.sampling import Sampler, seeded
+from rlhf_kit.signals import StopSignals
 from rlhf_kit.state import PPOState
+from rlhf_kit.step_input import check_context, checked_step, id_lists
 from rlhf_kit.update import Updater
 
 MAX_NONFINITE_ITERATIONS = 3
@@ -79,7 +80,7 @@ class PPOTrainer:
     ):
         self.args = args = args if args is not None else PPOConfig()
         warn_about_settings(args)
-        refuse_used_folder(Path(args.output_dir))
+        refuse_used_folder(Path(args.output_dir), but_not_to_resume=True)
         self.accelerator = make_accelerator(args)
         set_seed(args.seed)
         self.model = build_model(model, args, peft_config, self.accelerator)
@@ -87,12 +88,12 @@ class PPOTrainer:
             self.model.create_reference(ref_model)
         self.processing_class = processing_class or load_tokenizer(model, self.model)
         self.sampler = Sampler(self.processing_class, args, self.model.generation_config)
-        check_stop_ids(self.sampler.stop_token_ids, self._vocab_size())
+        check_stop_ids(self.sampler.stop_token_ids, self.model.vocab_size)
         self.train_prompts = self._prompts(train_dataset)
         self.eval_prompts = self._prompts(eval_dataset)
         if args.eval_every is not None and eval_dataset is None:
             raise ValueError(f"eval_every={args.eval_every} needs an eval_dataset.")
-        self.reward_funcs = self._rewards(reward_funcs)
+        self.reward_funcs = make_rewards(reward_funcs, args, self.train_prompts, self.eval_prompts)
         self.updater = Updater(self.model, args, self.accelerator)
         self.state = PPOState(
             num_iterations=args.num_iterations,
@@ -101,63 +102,88 @@ class PPOTrainer:
             is_local_process_zero=self.accelerator.is_local_main_process,
             is_world_process_zero=self.accelerator.is_main_process,
         )
-        self.control = TrainerControl()
-        self._progress = Progress()
-        self._callbacks = CallbackList(
-            self._own_callbacks() + _as_list(callbacks),
+        self._journal = Journal(
+            args,
+            self.state,
+            self.accelerator,
+            _as_list(callbacks),
             model=self.model,
             processing_class=self.processing_class,
             optimizer=self.updater.optimizer,
             lr_scheduler=self.updater.lr_scheduler,
         )
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._unlogged: tuple[dict[str, float], list[dict[str, Any]]] | None = None
+        self._checkpoints = Checkpoints(
+            args,
+            self.accelerator,
+            model=self.model,
+            updater=self.updater,
+            state=self.state,
+            journal=self._journal,
+            identity=run_identity(args, self.model, self.train_prompts, self.reward_funcs, self.accelerator),
+            write_model=self._write_model,
+        )
         set_seed(args.seed, device_specific=True)  # generate() draws other samples in each process
-        self._emit("on_init_end")
+        self._journal.emit("on_init_end")
 
     # The algorithm
 
-    def train(self) -> dict[str, float]:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> dict[str, float]:
         """Run the iterations that are left of `args.num_iterations`, then save the model to `args.output_dir`.
+
+        Ctrl-C and SIGTERM let the iteration finish, save a checkpoint and end the training; the model itself is then
+        not saved to `output_dir`. A second Ctrl-C ends at once.
+
+        Args:
+            resume_from_checkpoint: go on from a checkpoint, to the very numbers of a run that was never interrupted:
+                a path, or True for the newest in `args.output_dir`.
 
         Returns:
             The metrics of the last iteration.
 
         Raises:
-            ValueError: no train_dataset or no reward_funcs.
+            ValueError: no train_dataset or no reward_funcs; an output_dir that holds another run; a checkpoint that
+                is damaged or of another run.
             RuntimeError: losses or gradients were not finite in three iterations in a row.
         """
         prompts = self._required(self.train_prompts, "train_dataset")
         self._required(self.reward_funcs, "reward_funcs")
+        if resume_from_checkpoint:
+            self.load_checkpoint(resume_from_checkpoint)
+        self._journal.open()
         metrics: dict[str, float] = {}
         self.control.should_training_stop = False
-        self._emit("on_train_begin")
+        self._journal.emit("on_train_begin")
         if self.eval_prompts is not None and self.state.iteration == 0:
             self.evaluate()
-        while self.state.iteration < self.args.num_iterations and not self.control.should_training_stop:
-            batch = self._local_batch(prompts, self.state.iteration)
-            rollout = self._collect(batch, TRAIN, self.state.iteration)
-            metrics = self._learn(rollout)
-            if self._evaluation_is_due():
-                self.evaluate()
-        if self._unlogged is not None:  # a callback ended the run after the decision not to log
-            self._log(*self._unlogged)
+        with StopSignals() as signals:
+            while self.state.iteration < self.args.num_iterations and not self.control.should_training_stop:
+                batch = self._local_batch(prompts, self.state.iteration)
+                rollout = self._collect(batch, TRAIN, self.state.iteration)
+                metrics = self._learn(rollout)
+                stopped = any_of_all(self.accelerator, signals.received is not None)
+                if self._evaluation_is_due() and not stopped:
+                    self.evaluate()
+                if self._checkpoint_is_due() or stopped:
+                    self.save_checkpoint()
+                if stopped:
+                    return self._stopped(metrics)
+        self._journal.catch_up()
         self.save_model()
-        self._emit("on_train_end")
+        self._journal.emit("on_train_end")
         return metrics
 
     def _collect(self, batch: PromptBatch, stream: int, number: int) -> Rollout:
         """Sample completions, have them scored, and record what policy, critic and reference say of them."""
         rewards = self._required(self.reward_funcs, "reward_funcs")
         if stream == TRAIN:
-            self._emit("on_step_begin")
+            self._journal.emit("on_step_begin")
         key = (self.args.seed, stream, number, self.accelerator.process_index)
-        with self._phase("generate"), seeded(*key, device=self.model.device), self.accelerator.autocast():
+        with self._journal.phase("generate"), seeded(*key, device=self.model.device), self.accelerator.autocast():
             completion_ids, ended = self.sampler(self.model, batch.prompt_ids)
         completions: list[Any] = self._decode(completion_ids)
         if is_conversational({"prompt": batch.prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        with self._phase("reward"):
+        with self._journal.phase("reward"), failing_together(self.accelerator):
             scores, by_function = rewards(
                 prompts=batch.prompts,
                 completions=completions,
@@ -177,7 +203,7 @@ class PPOTrainer:
 
     def _record(self, **samples: Any) -> Rollout:
         """What policy, critic and reference say of this process's completions, joined with those of all others."""
-        with self._phase("score"):
+        with self._journal.phase("score"):
             return record_rollout(
                 self.model,
                 self.args,
@@ -191,7 +217,7 @@ class PPOTrainer:
         args, state = self.args, self.state
         scores = shaped_scores(rollout, args, state.score_moments.update)
         targets = compute_targets(rollout, scores, args, kl_coef=state.kl_coef)
-        with self._phase("update"):
+        with self._journal.phase("update"):
             update = self.updater(rollout, targets, kl_coef=state.kl_coef, iteration=state.iteration)
         metrics = rollout_metrics(rollout) | target_metrics(rollout, targets) | update | {"kl_coef": state.kl_coef}
         if args.target_kl is not None:
@@ -205,8 +231,8 @@ class PPOTrainer:
         state.iteration += 1
         state.episodes += len(rollout)
         state.global_step += int(update["optimizer_steps"])
-        self._emit("on_step_end")
-        self._log_iteration(rollout, metrics)
+        self._journal.emit("on_step_end")
+        self._journal.iteration(rollout, metrics, last=self._is_last())
         self._stop_if_not_finite(update)
         return metrics
 
@@ -221,7 +247,7 @@ class PPOTrainer:
         Returns:
             One (T_i,) int64 tensor per prompt: the completion alone, its end token included.
         """
-        prompt_ids = id_lists("query_tensors", query_tensors, self._vocab_size())
+        prompt_ids = id_lists("query_tensors", query_tensors, self.model.vocab_size)
         longest = max(map(len, prompt_ids)) + self.args.max_completion_length
         check_context("the longest prompt with max_completion_length", longest, max_positions(self.model.causal_lm))
         with self.accelerator.autocast():
@@ -257,11 +283,12 @@ class PPOTrainer:
             scores,
             share=len(self._share(self.args.num_prompts_per_iteration())) * self.args.num_completions_per_prompt,
             rollout_batch_size=self.args.rollout_batch_size,
-            vocab_size=self._vocab_size(),
+            vocab_size=self.model.vocab_size,
             context_length=max_positions(self.model.causal_lm),
             stop_token_ids=self.sampler.stop_token_ids,
         )
-        self._emit("on_step_begin")
+        self._journal.open()
+        self._journal.emit("on_step_begin")
         rollout = self._record(
             prompts=self._decode(prompt_ids),
             prompt_ids=prompt_ids,
@@ -271,7 +298,10 @@ class PPOTrainer:
             scores=numbers,
             rewards_by_function={},
         )
-        return self._learn(rollout)
+        metrics = self._learn(rollout)
+        if self._checkpoint_is_due():
+            self.save_checkpoint()
+        return metrics
 
     # Evaluation, saving
 
@@ -288,6 +318,7 @@ class PPOTrainer:
             ValueError: no dataset or no reward_funcs.
         """
         prompts = self._required(self._prompts(eval_dataset) or self.eval_prompts, "eval_dataset")
+        self._journal.open()
         self._required(self.reward_funcs, "reward_funcs").check_arguments(prompts.column_names)
         size = self.args.num_prompts_per_iteration()
         parts = []
@@ -302,62 +333,68 @@ class PPOTrainer:
         metrics = {f"eval_{name}": value for name, value in rollout_metrics(rollout).items()}
         if eval_dataset is not None:
             metrics[OTHER_PROMPTS] = 1.0
-        rows = completion_rows(rollout, len(rollout), split="eval", iteration=self.state.iteration)
-        self._seconds.clear()
-        self._log(metrics, rows if self.args.log_completions else [])
-        self._emit("on_evaluate", metrics=metrics)
+        self._journal.evaluation(rollout, metrics)
         return metrics
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the adapter (or model), the value head and the tokenizer.
+        """Write the adapter (or model), the value head, the tokenizer and a model card.
 
         Args:
             output_dir: folder; None = `args.output_dir`.
         """
         if self.accelerator.is_main_process:
-            folder = Path(output_dir or self.args.output_dir)
-            self.model.save_pretrained(folder)
-            self.processing_class.save_pretrained(folder)
+            self._write_model(Path(output_dir or self.args.output_dir))
         self.accelerator.wait_for_everyone()
+
+    def merge_and_save(self, output_dir: str | Path) -> None:
+        """Write an ordinary model folder with the adapters merged into the base, the tokenizer and a model card.
+
+        Args:
+            output_dir: folder that `AutoModelForCausalLM.from_pretrained` will load.
+
+        Raises:
+            ValueError: see `AutoModelForCausalLMWithValueHead.merge_and_save`.
+        """
+        if self.accelerator.is_main_process:
+            self.model.merge_and_save(output_dir)
+            self.processing_class.save_pretrained(output_dir)
+            write_model_card(Path(output_dir), self.model, self.args, self.state, merged=True)
+        self.accelerator.wait_for_everyone()
+
+    def save_checkpoint(self) -> Path:
+        """Write all that is needed to go on from here, as `train` does every `args.save_every` iterations.
+
+        Returns:
+            The folder `checkpoint-<iteration>` in `args.output_dir`. It is a model folder too.
+        """
+        self._journal.open()
+        folder = self._checkpoints.save()
+        self._journal.emit("on_save")
+        return folder
+
+    def load_checkpoint(self, checkpoint: str | Path | bool = True) -> None:
+        """Go on from a checkpoint: weights, optimizer, statistics, random numbers, and the log up to there.
+
+        `train` calls this; call it yourself before a loop of your own.
+
+        Args:
+            checkpoint: a folder, or True for the newest in `args.output_dir`.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is damaged, or of another run; every difference is listed, nothing was changed.
+        """
+        self._checkpoints.load(checkpoint)
 
     # Small parts
 
     def _prompts(self, dataset: Dataset | list[dict[str, Any]] | None) -> PromptDataset | None:
-        if dataset is None:
-            return None
-        return PromptDataset(
-            dataset,
-            self.processing_class,
-            max_prompt_length=self.args.max_prompt_length,
-            truncate_prompts=self.args.truncate_prompts,
-            text_prompt_length=self.args.text_prompt_length,
-            max_completion_length=self.args.max_completion_length,
-            context_length=max_positions(self.model.causal_lm),
-            vocab_size=self._vocab_size(),
-        )
-
-    def _rewards(self, reward_funcs: RewardFunc | list[RewardFunc] | None) -> RewardFunctions | None:
-        if reward_funcs is None:
-            if self.args.reward_weights is not None:
-                raise ValueError(f"reward_weights={self.args.reward_weights} needs reward_funcs.")
-            return None
-        rewards = RewardFunctions(reward_funcs, weights=self.args.reward_weights)
-        for prompts in (self.train_prompts, self.eval_prompts):
-            if prompts is not None:
-                rewards.check_arguments(prompts.column_names)
-        return rewards
-
-    def _own_callbacks(self) -> list[TrainerCallback]:
-        on_main = [JsonlLog(), self._progress] if self.accelerator.is_main_process else []
-        return [*on_main, Trackers(self.accelerator)]
+        return make_prompts(dataset, self.args, self.processing_class, self.model)
 
     def _required(self, part: Any, name: str) -> Any:
         if part is None:
             raise ValueError(f"this needs {name}: pass it to PPOTrainer, or run your own loop with generate and step.")
         return part
-
-    def _vocab_size(self) -> int:
-        return self.model.config.get_text_config().vocab_size
 
     def _share(self, count: int) -> list[int]:
         """Which of `count` items this process handles: a run of neighbours."""
@@ -377,6 +414,11 @@ class PPOTrainer:
             for ids in rows
         ]
 
+    @property
+    def control(self) -> TrainerControl:
+        """What callbacks asked for."""
+        return self._journal.control
+
     def _is_last(self) -> bool:
         return self.state.iteration == self.args.num_iterations or self.control.should_training_stop
 
@@ -386,35 +428,26 @@ class PPOTrainer:
         due = asked or self._is_last() or (every is not None and self.state.iteration % every == 0)
         return due and self.eval_prompts is not None
 
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        self._progress.phase(name)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] += time.perf_counter() - start
+    def _checkpoint_is_due(self) -> bool:
+        asked, self.control.should_save = self.control.should_save, False
+        every = self.args.save_every
+        return asked or (every is not None and (self._is_last() or self.state.iteration % every == 0))
 
-    def _log_iteration(self, rollout: Rollout, metrics: dict[str, float]) -> None:
-        seconds = sum(self._seconds.values())
-        metrics["seconds"] = seconds
-        metrics |= {f"seconds_{name}": value for name, value in self._seconds.items()}
-        metrics["tokens_per_second"] = float(rollout.completion_mask.sum()) / max(seconds, 1e-9)
-        self._seconds.clear()
-        done = self.state.iteration
-        asked, self.control.should_log = self.control.should_log, False
-        rows = completion_rows(rollout, self.args.log_completions, split="train", iteration=done)
-        due = asked or done % self.args.log_every == 0 or done == 1 or self._is_last()
-        self._unlogged = None if due else (metrics, rows)
-        if due:
-            self._log(metrics, rows)
+    def _stopped(self, metrics: dict[str, float]) -> dict[str, float]:
+        """End a training that a signal cut short, after its checkpoint was saved."""
+        self._journal.catch_up()
+        self._journal.emit("on_train_end")
+        if self.accelerator.is_main_process:
+            print(
+                f"Stopped after {self.state.iteration} of {self.args.num_iterations} iterations, with a checkpoint in "
+                f"{self.args.output_dir}. To go on: train(resume_from_checkpoint=True)."
+            )
+        return metrics
 
-    def _log(self, metrics: dict[str, float], completions: list[dict[str, Any]]) -> None:
-        state = self.state
-        progress = {"iteration": state.iteration, "global_step": state.global_step, "episodes": state.episodes}
-        logs = {**progress, **metrics}
-        state.log_history.append(logs)
-        self._emit("on_log", logs=logs, completions=completions)
+    def _write_model(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        self.processing_class.save_pretrained(folder)
+        write_model_card(folder, self.model, self.args, self.state)
 
     def _stop_if_not_finite(self, update: dict[str, float]) -> None:
         state = self.state
@@ -426,9 +459,6 @@ class PPOTrainer:
                 f"causes: a learning rate too high (learning_rate={self.args.learning_rate}), or a base model whose "
                 "activations overflow in its precision (try dtype='float32')."
             )
-
-    def _emit(self, event: str, **kwargs: Any) -> None:
-        self.control = self._callbacks(event, self.args, self.state, self.control, **kwargs)
 
 
 def _as_list(value: Any) -> list[Any]:

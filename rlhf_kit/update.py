@@ -109,8 +109,12 @@ class Updater:
                     rates = self._set_learning_rates(step)
                     self._step(rollout, targets, rows.to(rollout.scores.device), kl_coef, log)
                 step += 1
-        self._set_learning_rates((iteration + 1) * steps)
+        self.plan_from(iteration + 1)
         return log.metrics() | {"learning_rate": rates[0], "value_learning_rate": rates[1]}
+
+    def plan_from(self, iteration: int) -> None:
+        """Set the learning rates that an iteration starts with."""
+        self._set_learning_rates(iteration * self._args.optimizer_steps_per_iteration())
 
     def _set_learning_rates(self, step: int) -> list[float]:
         """Put the schedule at a planned step, whatever came before."""

@@ -103,6 +103,7 @@ def config_factory(tmp_path):
             "max_completion_length": 6,
             "learning_rate": 1e-3,
             "lr_scheduler_type": "constant",
+            "save_every": None,
         }
         return PPOConfig(**{**settings, **overrides})
 

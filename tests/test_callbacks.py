@@ -78,7 +78,8 @@ class StopAt(TrainerCallback):
 def test_events_come_in_order_with_their_iteration(tokenizer, config_factory):
     # kills: on_log before the iteration is counted, on_evaluate missing, on_train_end before the model is saved
     recorder = Recorder()
-    trainer = make_trainer(config_factory(eval_every=1), tokenizer, callbacks=[recorder], eval_dataset=PROMPTS[:1])
+    args = config_factory(eval_every=1, save_every=2)
+    trainer = make_trainer(args, tokenizer, callbacks=[recorder], eval_dataset=PROMPTS[:1])
     assert recorder.names() == ["on_init_end"]
     trainer.train()
     assert recorder.events == [
@@ -86,7 +87,7 @@ def test_events_come_in_order_with_their_iteration(tokenizer, config_factory):
         ("on_train_begin", 0), ("on_log", 0), ("on_evaluate", 0),
         ("on_step_begin", 0), ("on_step_end", 1), ("on_log", 1), ("on_log", 1), ("on_evaluate", 1),
         ("on_step_begin", 1), ("on_step_end", 2), ("on_log", 2), ("on_log", 2), ("on_evaluate", 2),
-        ("on_train_end", 2),
+        ("on_save", 2), ("on_train_end", 2),
     ]  # fmt: skip
 
 
@@ -227,7 +228,7 @@ def test_no_completions_when_none_are_wanted(tokenizer, config_factory, tmp_path
 def test_config_file_gives_the_config_back(tokenizer, config_factory, tmp_path):
     # kills: fields left out of the file or written as text
     args = config_factory(stop=["x", "\u00e9"], report_to=None, reward_weights=[2])
-    make_trainer(args, tokenizer)
+    make_trainer(args, tokenizer, eval_dataset=PROMPTS[:1]).evaluate()
     assert PPOConfig(**json.loads((tmp_path / "run" / CONFIG_FILE).read_text())) == args
 
 
@@ -275,7 +276,7 @@ def test_bar_shows_phases_on_a_terminal(tokenizer, config_factory, capsys, monke
     err = capsys.readouterr().err
     assert all(phase in err for phase in ("generate", "reward", "score", "update"))
     assert "2/2" in err
-    assert trainer._progress._bar is None
+    assert trainer._journal._progress._bar is None
 
 
 def test_skipped_steps_are_said(tokenizer, config_factory, capsys):

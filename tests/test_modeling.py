@@ -31,7 +31,7 @@ def randomise(model, seed=1):
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name or "v_head" in name:
+            if ("lora_B" in name or "v_head" in name) and ".reference." not in name:
                 parameter.normal_(std=0.3)
     return model
 
@@ -431,15 +431,21 @@ def test_a_model_without_adapters_has_no_reference_until_it_is_created():
         assert reference is model.ref_model
 
 
-def test_trained_adapters_are_refused_as_start():
-    # kills: the check dropped: the reference would be the bare base, not the model that training starts from
+def test_trained_adapters_get_a_frozen_copy_as_reference():
+    # kills: the reference silently the bare base; a copy that is trained, saved, or follows the policy
     model = randomise(make_policy("llama"))
-    with pytest.raises(ValueError, match=r"change the model already.*merge_and_unload"):
-        model.create_reference()
-    merged = model.pretrained_model.merge_and_unload()
-    again = AutoModelForCausalLMWithValueHead.from_pretrained(merged, peft_config=make_lora("llama"))
-    again.create_reference()
-    model.create_reference(make_model("llama"))  # the other way out that the message names
+    start = logits_of(model.pretrained_model)
+    flags = grad_flags(model)
+    model.create_reference()
+    assert model.ref_model is None
+    assert {name: flag for name, flag in grad_flags(model).items() if ".reference." not in name} == flags
+    assert not any(flag for name, flag in grad_flags(model).items() if ".reference." in name)
+    randomise(model, seed=2)
+    assert not torch.equal(logits_of(model.pretrained_model), start)
+    with model.reference() as reference:
+        assert torch.equal(logits_of(reference), start)
+    assert model.pretrained_model.active_adapter == "default"
+    assert not torch.equal(logits_of(model.pretrained_model), start)
 
 
 def test_fresh_adapters_are_accepted_in_train_mode():
@@ -474,7 +480,7 @@ def test_reference_leaves_frozen_adapters_frozen():
         ({"target_modules": ["q_proj", "embed_tokens"]}, "lora_embedding_A", (slice(None), 40)),
     ],
 )
-def test_trained_rows_of_an_embedding_are_refused_as_start(settings, trained, rows):
+def test_trained_rows_of_an_embedding_count_as_trained(settings, trained, rows):
     # kills: a probe of the first few token ids only
     base = make_model("llama", tie_word_embeddings=False)
     model = AutoModelForCausalLMWithValueHead.from_pretrained(base, peft_config=make_lora("llama", **settings))
@@ -483,14 +489,15 @@ def test_trained_rows_of_an_embedding_are_refused_as_start(settings, trained, ro
         for name, parameter in model.named_parameters():
             if trained in name:
                 parameter[rows] += 1.0
+    start = logits_of(model.pretrained_model)
     with model.reference() as reference:
-        expected = logits_of(reference)
-    assert not torch.equal(logits_of(model.pretrained_model), expected)
-    with pytest.raises(ValueError, match="change the model already"):
-        model.create_reference()
+        assert not torch.equal(logits_of(reference), start)
+    model.create_reference()
+    with model.reference() as reference:
+        assert torch.equal(logits_of(reference), start)
 
 
-def test_trained_copies_of_an_embedding_are_refused_as_start():
+def test_trained_copies_of_an_embedding_count_as_trained():
     # kills: trained modules (PEFT's modules_to_save) not compared with their originals: rows that the probe does not
     # touch would change the policy, but not the reference
     base = make_model("llama", tie_word_embeddings=False)
@@ -501,11 +508,12 @@ def test_trained_copies_of_an_embedding_are_refused_as_start():
         for name, parameter in model.trainable_parameters():
             if "embed_tokens" in name:
                 parameter[40] += 1.0
+    start = logits_of(model.pretrained_model)
     with model.reference() as reference:
-        expected = logits_of(reference)
-    assert not torch.equal(logits_of(model.pretrained_model), expected)
-    with pytest.raises(ValueError, match="change the model already"):
-        model.create_reference()
+        assert not torch.equal(logits_of(reference), start)
+    model.create_reference()
+    with model.reference() as reference:
+        assert torch.equal(logits_of(reference), start)
 
 
 # Disk

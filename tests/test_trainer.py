@@ -5,6 +5,7 @@ import gc
 import hashlib
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -374,15 +375,23 @@ def test_policy_with_nothing_to_train_is_refused(tokenizer, config_factory):
         make_trainer(config_factory(), tokenizer, model=model, lora=False)
 
 
-def test_trained_adapters_are_not_given_the_bare_base_as_reference(tokenizer, config_factory):
+def test_training_starts_at_kl_zero_from_a_trained_adapter(tokenizer, config_factory):
     # kills: reference silently the bare base
     model = get_peft_model(make_model("llama"), make_lora("llama"))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.normal_()
-    with pytest.raises(ValueError, match=r"change the model already.*merge"):
-        make_trainer(config_factory(), tokenizer, model=model, lora=False)
+    trainer = make_trainer(config_factory(learning_rate=1e-2), tokenizer, model=model, lora=False)
+    reference = {n: p.clone() for n, p in trainer.model.named_parameters() if ".reference." in n}
+    trainer.train()
+    first, last = trainer.state.log_history[0], trainer.state.log_history[-1]
+    assert first["ref_kl"] == 0
+    assert last["ref_kl"] > 0
+    parameters = dict(trainer.model.named_parameters())
+    assert reference
+    assert all(torch.equal(parameters[name], p) for name, p in reference.items())
+    assert not (Path(trainer.args.output_dir) / "reference").exists()
 
 
 def test_float16_weights_are_refused(tokenizer, config_factory):
@@ -676,13 +685,21 @@ def test_evaluations_come_before_between_and_after(tokenizer, config_factory):
         assert [log["iteration"] for log in trainer.state.log_history if "eval_score" in log] == expected
 
 
-def test_output_dir_of_another_run_is_refused_and_left_alone(tokenizer, config_factory, tmp_path):
-    # kills: overwriting or mixing logs
-    make_trainer(config_factory(num_iterations=1), tokenizer).train()
-    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+@pytest.mark.parametrize("save_every", [None, 1])
+def test_output_dir_of_another_run_is_refused_and_left_alone(save_every, tokenizer, config_factory, tmp_path):
+    # kills: overwriting or mixing logs, also where the run could be resumed and is not
+    args = config_factory(num_iterations=1, save_every=save_every)
+    make_trainer(args, tokenizer).train()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="already holds"):
-        make_trainer(config_factory(num_iterations=1), tokenizer)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+        make_trainer(args, tokenizer).train()
+    if save_every:
+        trainer = make_trainer(args, tokenizer, eval_dataset=[{"prompt": "The"}])
+        queries = [torch.tensor([5, 6])] * 8
+        for write in (trainer.evaluate, trainer.save_checkpoint, lambda: trainer.step(queries, queries, [1.0] * 8)):
+            with pytest.raises(ValueError, match=r"already holds.*resume_from_checkpoint=True"):
+                write()
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
 def test_model_with_value_head_is_used_as_it_is(tokenizer, config_factory):

@@ -1,0 +1,132 @@
+"""What a run is, so that a checkpoint of another one is not taken for its own."""
+
+import hashlib
+import json
+import warnings
+from dataclasses import asdict
+from typing import Any
+
+import accelerate
+import peft
+import torch
+import transformers
+from accelerate import Accelerator
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rlhf_kit.config import PPOConfig
+from rlhf_kit.data import PromptDataset
+from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
+from rlhf_kit.rewards import RewardFunctions
+
+# Settings that do not touch a number of the training, and those that touch only rounding and random draws.
+FREE = {"output_dir", "log_every", "eval_every", "save_every", "save_total_limit", "report_to", "run_name",
+        "log_completions"}  # fmt: skip
+ROUNDING = {"micro_batch_size", "generation_batch_size", "gradient_checkpointing"}
+FALLING = ("linear", "cosine")  # schedules that depend on num_iterations
+NOT_COMPARED = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
+SAMPLES = 64  # elements of each tensor that enter a fingerprint
+
+
+def run_identity(
+    args: PPOConfig,
+    model: AutoModelForCausalLMWithValueHead,
+    prompts: PromptDataset | None,
+    rewards: RewardFunctions | None,
+    accelerator: Accelerator,
+) -> dict[str, Any]:
+    """All that must be the same for a resumed run to give the same numbers, as JSON values.
+
+    Args:
+        args: the config.
+        model: its adapters' settings, and a fingerprint of its frozen weights.
+        prompts: of the training, None in a loop of the user's own.
+        rewards: their names. Their code cannot be compared.
+        accelerator: number of processes.
+    """
+    adapters = model.pretrained_model.peft_config if model.is_peft_model else {}
+    versions = {m.__name__: m.__version__ for m in (torch, transformers, peft, accelerate)}
+    return {
+        "config": _plain(asdict(args)),
+        "adapters": {name: _plain(config.to_dict()) for name, config in adapters.items()},
+        "frozen weights": _weights_fingerprint(model),
+        "training prompts": prompts and _digest(json.dumps(prompts.prompt_ids)),
+        "reward functions": rewards.names if rewards else [],
+        "number of processes": accelerator.num_processes,
+        "versions": versions | {"device": model.device.type},
+    }
+
+
+def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Compare the identity in a checkpoint with that of this run.
+
+    Raises:
+        ValueError: they differ in something that changes what is learned; every difference is listed.
+
+    Warns:
+        Once, of differences that change rounding or random draws only.
+    """
+    config, own_config = saved["config"], now["config"]
+    changed = {name for name in {*config, *own_config} if config.get(name) != own_config.get(name)} - FREE
+    lines = {name: f"{name}: {config.get(name)!r} in the checkpoint, {own_config.get(name)!r} now" for name in changed}
+    soft = [lines.pop(name) for name in sorted(changed & ROUNDING)]
+    longer = lines.pop("num_iterations", None)
+    if longer and own_config["lr_scheduler_type"] in FALLING:
+        soft.append(f"{longer}, and the learning rate falls to 0 at that iteration")
+    hard = [lines[name] for name in sorted(lines)] + _adapter_differences(saved["adapters"], now["adapters"])
+    for part in ("frozen weights", "training prompts"):
+        if saved[part] != now[part]:
+            hard.append(f"{part}: not those of the checkpoint")
+    for part, differences in (("reward functions", hard), ("number of processes", soft), ("versions", soft)):
+        if saved[part] != now[part]:
+            differences.append(f"{part}: {saved[part]} in the checkpoint, {now[part]} now")
+    if hard:
+        raise ValueError(
+            "the checkpoint belongs to a run with other settings:\n  "
+            + "\n  ".join(hard)
+            + "\nSet them back to go on with that run. For a new one from its weights, pass the checkpoint's folder "
+            "as model. Nothing was changed."
+        )
+    if soft:
+        message = "resumed with differences, so the numbers will not be those of a run without interruption:\n  "
+        warnings.warn(message + "\n  ".join(soft), stacklevel=4)
+
+
+def _adapter_differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    lines = []
+    for name in sorted({*saved, *now}):
+        old, new = saved.get(name, {}), now.get(name, {})
+        keys = sorted(key for key in {*old, *new} - NOT_COMPARED if old.get(key) != new.get(key))
+        lines += [f"adapter {name!r}, {key}: {old.get(key)!r} in the checkpoint, {new.get(key)!r} now" for key in keys]
+    return lines
+
+
+def _weights_fingerprint(model: AutoModelForCausalLMWithValueHead) -> str:
+    """Digest of name, shape, dtype and some elements of every frozen weight, of the reference's too."""
+    named = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    if model.ref_model is not None:
+        named += [(f"reference {name}", p) for name, p in model.ref_model.named_parameters()]
+    parts = []
+    for name, p in named:
+        flat = _whole(p.detach()).flatten()
+        places = torch.linspace(0, len(flat) - 1, min(SAMPLES, len(flat)), device=flat.device).long()
+        parts.append(f"{name} {tuple(p.shape)} {p.dtype} {flat[places].float().tolist()}")
+    return _digest("\n".join(parts))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor that is sharded over processes (FSDP2) in full."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would give it back; sets sorted, what JSON does not know as text."""
+
+    def fallback(item: Any) -> Any:
+        return sorted(item) if isinstance(item, set | frozenset) else str(item)
+
+    return json.loads(json.dumps(value, default=fallback, sort_keys=True))

@@ -1,0 +1,63 @@
+"""The reference as a frozen second adapter on the same base, for training that starts from a trained adapter.
+
+Fresh adapters change nothing, so with them the reference is the base with adapters switched off. A trained adapter
+(from supervised fine-tuning, say) does change the model, and the reference must be what training starts from: that
+adapter, frozen, beside the one that is trained.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from torch import nn
+
+REFERENCE = "reference"  # name of the adapter
+
+
+def has_reference_adapter(model: nn.Module) -> bool:
+    """Whether the model holds an adapter of that name."""
+    return isinstance(model, PeftModel) and REFERENCE in model.peft_config
+
+
+def add_reference_adapter(model: PeftModel) -> None:
+    """Copy the active adapter into a frozen one named "reference"; the active one stays active and as it was."""
+    active = model.active_adapter
+    config = copy.deepcopy(model.peft_config[active])
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # other choices change the base, and these weights are overwritten anyway
+    with _flags_kept(model):
+        model.add_adapter(REFERENCE, config)
+        weights = get_peft_model_state_dict(model, adapter_name=active)
+        set_peft_model_state_dict(model, weights, adapter_name=REFERENCE)
+        model.set_adapter(active)
+    for name, parameter in model.named_parameters():
+        if f".{REFERENCE}." in name or name.endswith(f".{REFERENCE}"):
+            parameter.requires_grad_(False)
+
+
+@contextmanager
+def reference_adapter(model: PeftModel) -> Iterator[None]:
+    """Inside the `with` block the reference speaks: its own adapter, or the base with all adapters switched off."""
+    active = model.active_adapter
+    with _flags_kept(model):
+        if not has_reference_adapter(model):
+            with model.disable_adapter():
+                yield
+            return
+        try:
+            model.set_adapter(REFERENCE, inference_mode=True)
+            yield
+        finally:
+            model.set_adapter(active)
+
+
+@contextmanager
+def _flags_kept(model: PeftModel) -> Iterator[None]:
+    """PEFT makes every adapter that it activates trainable, also one that was frozen: each flag is set back."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)

@@ -1,0 +1,62 @@
+"""Model folders: the adapter with its value head as PEFT writes it, or one plain model with the adapter merged in.
+
+`model` is an `AutoModelForCausalLMWithValueHead` everywhere.
+"""
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlhf_kit.probes import logprob_difference
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+def save_folder(model: Any, folder: Path, **kwargs: Any) -> None:
+    """Write the trained adapter alone (or the whole model), with the value head beside it."""
+    if model.is_peft_model:
+        active = model.pretrained_model.active_adapter
+        model.pretrained_model.save_pretrained(folder, selected_adapters=[active], **kwargs)
+        if active != "default":
+            for file in (folder / active).iterdir():  # PEFT's folder for other names
+                file.replace(folder / file.name)
+            (folder / active).rmdir()
+    else:
+        model.pretrained_model.save_pretrained(folder, **kwargs)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.v_head.state_dict().items()}
+    save_file(weights, folder / VALUE_HEAD_FILE, metadata={"format": "pt", "kind": model.v_head.kind})
+
+
+def merged_model(model: Any) -> PreTrainedModel:
+    """A copy of the policy without PEFT: the adapter added into the weights of the base.
+
+    A quantised base is loaded again in the precision of its checkpoint, since int8 and 4-bit weights cannot take the
+    adapter up without rounding it away.
+
+    Raises:
+        ValueError: the base is sharded, or the copy gives other log-probs than the policy.
+    """
+    if model.is_sharded:
+        raise ValueError("the base is sharded: save the adapter, load that in one process, and merge there.")
+    if not model.is_peft_model:
+        return model.pretrained_model
+    if getattr(model.causal_lm, "is_quantized", False):
+        with tempfile.TemporaryDirectory() as folder:
+            save_folder(model, Path(folder))
+            base = AutoModelForCausalLM.from_pretrained(model.config.name_or_path)
+            return PeftModel.from_pretrained(base, folder).merge_and_unload().eval()
+    merged = copy.deepcopy(model.pretrained_model).merge_and_unload(
+        adapter_names=[model.pretrained_model.active_adapter]
+    )
+    difference, tolerance = logprob_difference(model, merged)
+    if not difference <= tolerance:
+        raise ValueError(
+            f"merging changes the policy's log-probs by {difference:.3g} nats. If LM head and embedding share weights "
+            "and one of them is adapted, load the base with tie_word_embeddings=False before adding adapters."
+        )
+    return merged.eval()
