@@ -57,14 +57,12 @@ def run_identity(
     }
 
 
-def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Compare the identity in a checkpoint with that of this run.
+def compare_runs(saved: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Differences between the identity in a checkpoint and that of this run.
 
-    Raises:
-        ValueError: they differ in something that changes what is learned; every difference is listed.
-
-    Warns:
-        Once, of differences that change rounding or random draws only.
+    Returns:
+        (those that change what is learned, those that change rounding, random draws or the learning-rate plan only),
+        one line each. Settings of logging and saving may differ.
     """
     config, own_config = saved["config"], now["config"]
     changed = {name for name in {*config, *own_config} if config.get(name) != own_config.get(name)} - FREE
@@ -80,16 +78,21 @@ def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
     for part, differences in (("reward functions", hard), ("number of processes", soft), ("versions", soft)):
         if saved[part] != now[part]:
             differences.append(f"{part}: {saved[part]} in the checkpoint, {now[part]} now")
+    return hard, soft
+
+
+def refuse_another_run(hard: list[str], soft: list[str]) -> None:
+    """Raise `ValueError` with all differences that matter; warn once of those that are smaller."""
     if hard:
         raise ValueError(
             "the checkpoint belongs to a run with other settings:\n  "
             + "\n  ".join(hard)
-            + "\nSet them back to go on with that run. For a new one from its weights, pass the checkpoint's folder "
-            "as model. Nothing was changed."
+            + "\nSet them back to go on with that run. For a new one from its weights, pass its folder as model. "
+            "Nothing was changed."
         )
     if soft:
         message = "resumed with differences, so the numbers will not be those of a run without interruption:\n  "
-        warnings.warn(message + "\n  ".join(soft), stacklevel=4)
+        warnings.warn(message + "\n  ".join(soft), stacklevel=6)
 
 
 def _adapter_differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -29,7 +29,7 @@ def save_folder(model: Any, folder: Path, **kwargs: Any) -> None:
     else:
         model.pretrained_model.save_pretrained(folder, **kwargs)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.v_head.state_dict().items()}
-    save_file(weights, folder / VALUE_HEAD_FILE, metadata={"format": "pt", "kind": model.v_head.kind})
+    save_file(weights, folder / VALUE_HEAD_FILE, metadata={"kind": model.v_head.kind})
 
 
 def merged_model(model: Any) -> PreTrainedModel:

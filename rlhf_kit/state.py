@@ -39,6 +39,7 @@ class PPOState(TrainerState):
         episodes: completions learned from.
         kl_coef: coefficient of the next iteration.
         score_moments: of all scores so far, for `scale_scores`.
+        evaluation_due: an evaluation belongs here that a signal kept from being made.
         nonfinite_iterations: iterations in a row, up to now, in which an optimizer step was skipped.
         global_step, log_history, is_world_process_zero: as in transformers.
     """
@@ -48,6 +49,7 @@ class PPOState(TrainerState):
     episodes: int = 0
     kl_coef: float = 0.0
     score_moments: RunningMoments = field(default_factory=RunningMoments)
+    evaluation_due: bool = False
     nonfinite_iterations: int = 0
 
     def __post_init__(self) -> None:

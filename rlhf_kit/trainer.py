@@ -153,20 +153,19 @@ class PPOTrainer:
         metrics: dict[str, float] = {}
         self.control.should_training_stop = False
         self._journal.emit("on_train_begin")
-        if self.eval_prompts is not None and self.state.iteration == 0:
-            self.evaluate()
+        self.state.evaluation_due |= self.eval_prompts is not None and self.state.iteration == 0
+        self._evaluate_if_due()
         with StopSignals() as signals:
             while self.state.iteration < self.args.num_iterations and not self.control.should_training_stop:
                 batch = self._local_batch(prompts, self.state.iteration)
                 rollout = self._collect(batch, TRAIN, self.state.iteration)
                 metrics = self._learn(rollout)
-                stopped = any_of_all(self.accelerator, signals.received is not None)
-                if self._evaluation_is_due() and not stopped:
-                    self.evaluate()
-                if self._checkpoint_is_due() or stopped:
+                self.state.evaluation_due = self._evaluation_is_due()
+                if any_of_all(self.accelerator, signals.received is not None):
+                    return self._stopped(metrics)  # an evaluation that is due comes first when the run goes on
+                self._evaluate_if_due()
+                if self._checkpoint_is_due():
                     self.save_checkpoint()
-                if stopped:
-                    return self._stopped(metrics)
         self._journal.catch_up()
         self.save_model()
         self._journal.emit("on_train_end")
@@ -414,6 +413,11 @@ class PPOTrainer:
             for ids in rows
         ]
 
+    def _evaluate_if_due(self) -> None:
+        if self.state.evaluation_due:
+            self.state.evaluation_due = False
+            self.evaluate()
+
     @property
     def control(self) -> TrainerControl:
         """What callbacks asked for."""
@@ -434,7 +438,8 @@ class PPOTrainer:
         return asked or (every is not None and (self._is_last() or self.state.iteration % every == 0))
 
     def _stopped(self, metrics: dict[str, float]) -> dict[str, float]:
-        """End a training that a signal cut short, after its checkpoint was saved."""
+        """Save a checkpoint and end a training that a signal cut short."""
+        self.save_checkpoint()
         self._journal.catch_up()
         self._journal.emit("on_train_end")
         if self.accelerator.is_main_process:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_kit.identity import check_same_run
+from rlhf_kit.identity import compare_runs, refuse_another_run
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.state import PPOState
 
@@ -30,8 +30,8 @@ TENSORS_FILE = "training_state.safetensors"
 STATE_FILE = "trainer_state.json"
 RNG_FILE = "rng_states.json"
 RUN_FILE = "run.json"
-PROGRESS = ("iteration", "global_step", "episodes", "kl_coef", "score_moments", "nonfinite_iterations", "log_history",
-            "stateful_callbacks")  # fmt: skip
+PROGRESS = ("iteration", "global_step", "episodes", "kl_coef", "score_moments", "nonfinite_iterations",
+            "evaluation_due", "log_history", "stateful_callbacks")  # fmt: skip
 
 
 def write_training_state(
@@ -67,7 +67,7 @@ class TrainingState:
     Args:
         folder: verified by `rlhf_kit.checkpoint.verify`.
         model: whose trained parameters must be those of the checkpoint, in name, shape and precision.
-        identity: of this run; see `check_same_run`.
+        identity: of this run; see `rlhf_kit.identity`.
 
     Raises:
         ValueError: another run, another model, or files that do not make sense.
@@ -77,11 +77,12 @@ class TrainingState:
         try:
             saved = _read_json(folder / RUN_FILE)
             self._state = PPOState(**_read_json(folder / STATE_FILE))
-            self._rng_states = _read_json(folder / RNG_FILE)
+            self._rng_states = _tried_rng_states(_read_json(folder / RNG_FILE))
             tensors = load_file(folder / TENSORS_FILE)
-            check_same_run(saved, identity)
-        except (OSError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            differences = compare_runs(saved, identity)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"{str(folder)!r} is no checkpoint that this version can read: {error!r}.") from error
+        refuse_another_run(*differences)
         self._model = model
         self._weights = {k.removeprefix("weight/"): v for k, v in tensors.items() if k.startswith("weight/")}
         self._moments = [(*k.split("/", 1), v) for k, v in tensors.items() if not k.startswith("weight/")]
@@ -90,6 +91,7 @@ class TrainingState:
     def _check_weights(self, folder: Path) -> None:
         expected = {name: (tuple(p.shape), p.dtype) for name, p in self._model.trainable_parameters()}
         found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._weights.items()}
+        found |= {name: "only moments" for _, name, _ in self._moments if name not in found}
         wrong = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
         if wrong:
             name = wrong[0]
@@ -147,6 +149,19 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(_from_text(state["torch"]))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_from_text(state["cuda"]))
+
+
+def _tried_rng_states(states: Any) -> list[dict[str, Any]]:
+    """The states, each of which the generators have been seen to take."""
+    if not isinstance(states, list) or not states:
+        raise TypeError(f"{RNG_FILE} must hold a list with one entry per process.")
+    own = rng_state()
+    try:
+        for state in states:
+            set_rng_state(state)
+    finally:
+        set_rng_state(own)
+    return states
 
 
 def _to_text(state: Tensor) -> str:

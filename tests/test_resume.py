@@ -1,0 +1,574 @@
+"""A run that was interrupted goes on to the very numbers of one that was not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TEXTS, make_lora, make_model, make_tokenizer
+from peft import get_peft_model
+from run_resumable import Kill, make, noisy_length
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from rlhf_kit import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from rlhf_kit.checkpoint import _write_manifest, list_checkpoints, verify
+from rlhf_kit.signals import StopSignals
+from rlhf_kit.training_state import rng_state, set_rng_state
+
+SCRIPT = Path(__file__).parent / "run_resumable.py"
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+class Lost(Exception):
+    """The machine is gone."""
+
+
+class LoseAt(TrainerCallback):
+    def __init__(self, iteration):
+        self.iteration = iteration
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.iteration == self.iteration:
+            raise Lost
+
+
+def numbers(folder):
+    """The log without times, as text: floats equal to the last bit."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("second", "tokens_per"))} for line in lines]
+
+
+def assert_same_run(one, two, iteration=6):
+    """Weights, moments, random numbers, logged numbers and completions of two folders, to the last bit."""
+    assert numbers(one) == numbers(two)
+    assert (one / "completions.jsonl").read_bytes() == (two / "completions.jsonl").read_bytes()
+    a, b = (load_file(folder / f"checkpoint-{iteration}" / "training_state.safetensors") for folder in (one, two))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    last = [folder / f"checkpoint-{iteration}" for folder in (one, two)]
+    states = [json.loads((folder / "trainer_state.json").read_text()) for folder in last]
+    for name in ("kl_coef", "score_moments", "iteration", "global_step", "episodes"):
+        assert states[0][name] == states[1][name]
+    assert (last[0] / "rng_states.json").read_bytes() == (last[1] / "rng_states.json").read_bytes()
+
+
+def interrupted(folder, *, at, make=make, **settings):
+    """A run that is lost after `at` iterations have been learned and at - 1 saved, and goes on in a new trainer."""
+    with pytest.raises(Lost):
+        make(folder, callbacks=[LoseAt(at)], **settings).train()
+    torch.manual_seed(999)  # a new process knows nothing of the old one's generators
+    random.seed(999)
+    trainer = make(folder, **settings)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer
+
+
+CASES = {
+    "lora": {},
+    "full": {"lora": False, "learning_rate": 1e-3},
+    "loss": {"kl_placement": "loss", "kl_estimator": "full", "entropy_coef": 0.01, "target_kl": None,
+             "kl_horizon": 1e4},
+    "sparse": {"log_every": 3, "save_every": 2, "eval_every": None},
+    "early": {"max_approx_kl": 0.01, "lr_scheduler_type": "constant_with_warmup", "warmup_iterations": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_six_iterations_equal_three_and_three(case, tmp_path, one_thread):
+    # kills: any of weights, Adam moments, step counts, KL coefficient, score statistics, learning-rate position,
+    # generators of Python, NumPy and torch left out of the checkpoint; log lines written twice or lost
+    make(tmp_path / "straight", **CASES[case]).train()
+    interrupted(tmp_path / "broken", at=4, **CASES[case])
+    assert_same_run(tmp_path / "straight", tmp_path / "broken")
+
+
+def test_resumed_twice_and_from_the_last_iteration(tmp_path, one_thread):
+    # kills: state that survives one resume only; a finished run that cannot be resumed to save its model
+    make(tmp_path / "straight").train()
+    with pytest.raises(Lost):
+        make(tmp_path / "broken", callbacks=[LoseAt(2)]).train()
+    with pytest.raises(Lost):
+        make(tmp_path / "broken", callbacks=[LoseAt(5)]).train(resume_from_checkpoint=True)
+    make(tmp_path / "broken").train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-4"))
+    (tmp_path / "broken" / "adapter_config.json").unlink()
+    make(tmp_path / "broken").train(resume_from_checkpoint=True)
+    assert (tmp_path / "broken" / "adapter_config.json").exists()
+    assert_same_run(tmp_path / "straight", tmp_path / "broken")
+
+
+def from_sft(folder, iterations=6, callbacks=(), **overrides):
+    """Starts from a trained adapter, so that the reference is a frozen copy of it."""
+    trained = get_peft_model(make_model("llama"), make_lora("llama"))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, p in trained.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    return PPOTrainer(
+        trained,
+        noisy_length,
+        PPOConfig(
+            output_dir=str(folder), num_iterations=iterations, rollout_batch_size=4, mini_batch_size=2,
+            max_completion_length=4, learning_rate=1e-2, save_every=1, **overrides,
+        ),
+        [{"prompt": text[:6]} for text in TEXTS],
+        processing_class=make_tokenizer(),
+        callbacks=list(callbacks),
+    )  # fmt: skip
+
+
+def test_run_from_a_trained_adapter_keeps_its_reference(tmp_path, one_thread):
+    # kills: the reference made from the resumed policy instead of the start
+    from_sft(tmp_path / "straight").train()
+    interrupted(tmp_path / "broken", at=4, make=from_sft)
+    assert_same_run(tmp_path / "straight", tmp_path / "broken")
+
+
+def test_own_loop_resumes_exactly(tmp_path, one_thread):
+    # kills: step() without checkpoints, generate() drawing other samples after a resume
+    queries = [torch.tensor([5, 6, 7])] * 6
+
+    def loop(folder, stop, resume=False):
+        trainer = make(folder)
+        if resume:
+            trainer.load_checkpoint()
+        while trainer.state.iteration < stop:
+            responses = trainer.generate(queries)
+            trainer.step(queries, responses, noisy_length([str(ids.tolist()) for ids in responses]))
+
+    loop(tmp_path / "straight", 6)
+    loop(tmp_path / "broken", 3)
+    loop(tmp_path / "broken", 6, resume=True)
+    assert_same_run(tmp_path / "straight", tmp_path / "broken")
+
+
+def test_random_generators_come_back(one_thread):
+    # kills: one of the three generators, or NumPy's cached normal, left out
+    np.random.normal()  # leaves the second of a pair cached
+    random.gauss(0, 1)
+    state = json.loads(json.dumps(rng_state()))
+
+    def draw():
+        return random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand(), float(torch.randn(()))
+
+    first = draw()
+    set_rng_state(state)
+    assert draw() == first
+
+
+def test_longer_run_with_a_constant_rate_is_exact_and_a_falling_one_warns(tmp_path, one_thread):
+    # kills: num_iterations refused, or a changed learning-rate plan not said
+    constant = {"lr_scheduler_type": "constant", "eval_every": 3}  # the reward draws in evaluations too
+    make(tmp_path / "straight", **constant).train()
+    make(tmp_path / "longer", 3, **constant).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        make(tmp_path / "longer", 6, **constant).train(resume_from_checkpoint=True)
+    a, b = (load_file(tmp_path / n / "checkpoint-6" / "training_state.safetensors") for n in ("straight", "longer"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    make(tmp_path / "falling", 2).train()
+    with pytest.warns(UserWarning, match=r"num_iterations: 2 in the checkpoint, 3 now.*falls to 0"):
+        make(tmp_path / "falling", 3).train(resume_from_checkpoint=True)
+
+
+# Another run
+
+
+def lose(folder, at=3, **settings):
+    with pytest.raises(Lost):
+        make(folder, callbacks=[LoseAt(at)], **settings).train()
+
+
+def weights(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.trainable_parameters()}
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_refused(trainer, folder, match, checkpoint=True, error=ValueError):
+    """Nothing in memory or on disk changes."""
+    before, state, rng, disk = weights(trainer), vars(trainer.state).copy(), rng_state(), files(folder)
+    with pytest.raises(error, match=match):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
+    assert vars(trainer.state) == state
+    assert not trainer.updater.optimizer.state
+    assert rng_state() == rng
+    assert files(folder) == disk
+
+
+def test_every_setting_that_differs_is_listed(tmp_path):
+    # kills: the first difference only, a difference ignored
+    lose(tmp_path)
+    trainer = make(tmp_path, learning_rate=2e-2, clip_range=0.3, seed=1, reward_weights=[2.0])
+    assert_refused(
+        trainer,
+        tmp_path,
+        r"(?s)clip_range: 0.2 in the checkpoint, 0.3 now.*learning_rate: 0.01 in the checkpoint, 0.02 now.*"
+        r"reward_weights: None in the checkpoint, \[2.0\] now.*seed: 0 in the checkpoint, 1 now.*Set them back",
+    )
+
+
+def another(folder, **changes):
+    """The run of `make` with another part."""
+    parts = {"model": make_model("llama", attention_dropout=0.1), "reward_funcs": noisy_length,
+             "train_dataset": [{"prompt": text[: 4 + i]} for i, text in enumerate(TEXTS)],
+             "peft_config": make_lora("llama", lora_dropout=0.1)}  # fmt: skip
+    like = make(Path(folder).parent / "unused")
+    return PPOTrainer(
+        **{**parts, **changes},
+        args=PPOConfig(**{**vars(like.args), "output_dir": str(folder)}),
+        eval_dataset=[{"prompt": TEXTS[0][:9]}],
+        processing_class=like.processing_class,
+    )
+
+
+OTHERS = {
+    "the same": ({}, None),
+    "base": (lambda: {"model": make_model("llama", attention_dropout=0.1, seed=3)}, "frozen weights: not those"),
+    "prompts": (lambda: {"train_dataset": [{"prompt": "Hello"}]}, "training prompts: not those"),
+    "reward": (lambda: {"reward_funcs": lambda prompts: [0.0] * len(prompts)}, "functions: .*noisy_length.*lambda"),
+    "alpha": (lambda: {"peft_config": make_lora("llama", lora_dropout=0.1, lora_alpha=9)}, "lora_alpha: 8 .* 9 now"),
+    "rank": (lambda: {"peft_config": make_lora("llama", lora_dropout=0.1, r=2)}, "'default', r: 4 .*, 2 now"),
+    "no adapter": (lambda: {"peft_config": None}, "adapter 'default', r: 4 in the checkpoint, None now"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_run_is_refused(other, tmp_path):
+    # kills: a checkpoint applied to another base, prompts, reward or adapter of the same shapes
+    lose(tmp_path / "run")
+    changes, reason = OTHERS[other]
+    trainer = another(tmp_path / "run", **(changes() if changes else {}))
+    if reason is None:
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.iteration == 6
+    else:
+        assert_refused(trainer, tmp_path / "run", f"(?s){reason}")
+
+
+def test_sizes_that_only_round_differently_may_change_and_are_said(tmp_path):
+    # kills: no way on after running out of memory; a silent change
+    lose(tmp_path)
+    trainer = make(tmp_path, micro_batch_size=1, gradient_checkpointing=True)
+    with pytest.warns(
+        UserWarning, match=r"(?s)gradient_checkpointing: False .* True now.*micro_batch_size: 2 .* 1 now"
+    ):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.iteration == 6
+
+
+def test_settings_of_logging_and_saving_may_change_silently(tmp_path):
+    # kills: a run that cannot be resumed because it logs more
+    lose(tmp_path)
+    trainer = make(tmp_path, log_every=2, save_every=4, save_total_limit=None, log_completions=1, eval_every=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.iteration == 6
+
+
+# Damage
+
+
+@pytest.mark.parametrize("name", ["training_state.safetensors", "trainer_state.json", "rng_states.json", "run.json",
+                                  "value_head.safetensors", "adapter_model.safetensors", "manifest.json"])  # fmt: skip
+def test_missing_or_damaged_files_are_refused(name, tmp_path):
+    # kills: a checkpoint without value head, or with other bytes, resumed from
+    lose(tmp_path)
+    path = tmp_path / "checkpoint-2" / name
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + b"\x01" + data[len(data) // 2 + 1 :])
+    assert_refused(make(tmp_path), tmp_path, rf"(?s)checkpoint-2.*(has changed|damaged|{name})")
+    path.unlink()
+    match = "no checkpoint|missing|manifest" if name == "manifest.json" else f"{name} is missing"
+    assert_refused(make(tmp_path), tmp_path, match, checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def forge(folder, change):
+    """Alter a checkpoint and make its manifest fit."""
+    change(folder)
+    (folder / "manifest.json").unlink()
+    _write_manifest(folder)
+
+
+def edit_json(name, key, value):
+    def change(folder):
+        content = json.loads((folder / name).read_text())
+        content[key] = value
+        (folder / name).write_text(json.dumps(content))
+
+    return change
+
+
+def edit_tensors(edit):
+    def change(folder):
+        tensors = load_file(folder / "training_state.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "training_state.safetensors")
+
+    return change
+
+
+def drop(tensors, key="weight/v_head.layers.0.bias"):
+    del tensors[key]
+
+
+def reshape(tensors, key="weight/v_head.layers.0.bias"):
+    tensors[key] = torch.zeros(3)
+
+
+def halve(tensors, key="weight/v_head.layers.0.bias"):
+    tensors[key] = tensors[key].half()
+
+
+def add(tensors):
+    tensors["weight/other"] = torch.zeros(3)
+
+
+def strange_moment(tensors):
+    tensors["exp_avg/other"] = torch.zeros(3)
+
+
+FORGERIES = {
+    "unknown state": (edit_json("trainer_state.json", "surprise", 1), "surprise"),
+    "statistics": (edit_json("trainer_state.json", "score_moments", {"count": 1, "no": 2}), "no checkpoint that"),
+    "no config": (edit_json("run.json", "config", None), "no checkpoint that"),
+    "no tensors": (lambda folder: (folder / "training_state.safetensors").write_bytes(b"x" * 8), "no checkpoint that"),
+    "a pickle": (lambda folder: torch.save({}, folder / "training_state.safetensors"), "no checkpoint that"),
+    "no head": (edit_tensors(drop), r"1 tensors .* v_head.layers.0.bias, is only moments in the checkpoint"),
+    "shape": (edit_tensors(reshape), r"v_head.layers.0.bias, is \(\(3,\)"),
+    "precision": (edit_tensors(halve), r"v_head.layers.0.bias, is .*float16"),
+    "more": (edit_tensors(add), r"other, is .* and missing here"),
+    "moments": (edit_tensors(strange_moment), "no checkpoint that|do not fit"),
+    "no rng": (lambda folder: (folder / "rng_states.json").write_text("{}"), "no checkpoint that"),
+    "bad rng": (lambda folder: (folder / "rng_states.json").write_text('[{"python": 1}]'), "no checkpoint that"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_files_that_make_no_sense_are_refused(forgery, tmp_path):
+    # kills: digests trusted, and weights changed before the rest was looked at
+    lose(tmp_path)
+    change, reason = FORGERIES[forgery]
+    forge(tmp_path / "checkpoint-2", change)
+    assert_refused(make(tmp_path), tmp_path, f"(?s){reason}")
+
+
+def test_foreign_folders_are_refused(tmp_path):
+    # kills: a model folder or nothing taken for a checkpoint
+    lose(tmp_path / "run")
+    trainer = make(tmp_path / "run")
+    trainer.save_model(tmp_path / "model")
+    assert_refused(trainer, tmp_path, "not a checkpoint of rlhf_kit", checkpoint=str(tmp_path / "model"))
+    assert_refused(trainer, tmp_path, "no such folder", checkpoint=str(tmp_path / "nowhere"))
+    assert_refused(make(tmp_path / "empty"), tmp_path, "holds no checkpoint", error=FileNotFoundError)
+
+
+# Places
+
+
+def test_going_on_from_an_earlier_checkpoint_sets_the_later_ones_aside(tmp_path, one_thread):
+    # kills: a stale later checkpoint resumed from, or kept in place of a new one
+    make(tmp_path / "straight").train()
+    make(tmp_path / "run", save_total_limit=None).train()
+    make(tmp_path / "run", save_total_limit=None).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    names = {path.name for path in (tmp_path / "run").glob("*checkpoint*")}
+    assert names == {f"checkpoint-{i}" for i in range(1, 7)} | {f"superseded-checkpoint-{i}" for i in range(3, 7)}
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+
+
+def test_going_on_in_another_folder_takes_the_log_along_and_leaves_the_old_one(tmp_path, one_thread):
+    # kills: a log that begins in the middle, files of the old run changed, a used folder overwritten
+    make(tmp_path / "straight").train()
+    lose(tmp_path / "old", at=4)
+    before = files(tmp_path / "old")
+    checkpoint = str(tmp_path / "old" / "checkpoint-3")
+    make(tmp_path / "new").train(resume_from_checkpoint=checkpoint)
+    assert numbers(tmp_path / "new") == numbers(tmp_path / "straight")
+    assert files(tmp_path / "old") == before
+    assert_refused(make(tmp_path / "straight"), tmp_path, "already holds", checkpoint=checkpoint)
+
+
+def test_a_line_cut_off_by_a_kill_goes(tmp_path, one_thread):
+    # kills: a torn line left in the middle of the log
+    make(tmp_path / "straight").train()
+    lose(tmp_path / "run", at=4)
+    for name in ("log.jsonl", "completions.jsonl"):
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write('{"iteration": 4, "sco')
+    make(tmp_path / "run").train(resume_from_checkpoint=True)
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+
+
+def test_number_of_checkpoints_kept_and_when_they_are_written(tmp_path):
+    # kills: save_every or save_total_limit ignored, the last iteration not saved
+    make(tmp_path / "two", save_every=2).train()
+    assert [path.name for path in list_checkpoints(tmp_path / "two")] == ["checkpoint-4", "checkpoint-6"]
+    make(tmp_path / "all", save_every=4, save_total_limit=None).train()
+    assert [path.name for path in list_checkpoints(tmp_path / "all")] == ["checkpoint-4", "checkpoint-6"]
+    make(tmp_path / "none", save_every=None).train()
+    assert list_checkpoints(tmp_path / "none") == []
+
+
+def test_a_checkpoint_is_a_model_folder(tmp_path):
+    # kills: a checkpoint that only the trainer can read
+    trainer = make(tmp_path)
+    trainer.train()
+    loaded = AutoModelForCausalLMWithValueHead.from_pretrained(
+        get_peft_model(make_model("llama"), make_lora("llama")), value_head="mlp"
+    )
+    loaded.pretrained_model.load_adapter(str(tmp_path / "checkpoint-6"), adapter_name="saved")
+    loaded.pretrained_model.set_adapter("saved")
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.pretrained_model(ids).logits, trainer.model.pretrained_model.eval()(ids).logits)
+
+
+class SaveAt(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = state.iteration == 3
+
+
+class Counter(TrainerCallback, ExportableState):
+    def __init__(self):
+        self.seen = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen += 1
+
+    def state(self):
+        return {"args": {}, "attributes": {"seen": self.seen}}
+
+
+def test_callbacks_may_ask_for_a_checkpoint_and_keep_their_state(tmp_path):
+    # kills: control.should_save ignored or never reset, states of callbacks lost
+    with pytest.raises(Lost):
+        make(tmp_path, save_every=None, callbacks=[SaveAt(), Counter(), LoseAt(5)]).train()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-3"]
+    counter = Counter()
+    make(tmp_path, save_every=None, callbacks=[counter]).train(resume_from_checkpoint=True)
+    assert counter.seen == 6
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_finishes_the_iteration_saves_and_ends(number, tmp_path, capsys, one_thread):
+    # kills: an iteration cut in half, no checkpoint, the evaluation that was due lost, the half-trained model saved as
+    # if finished, handlers left behind
+    make(tmp_path / "straight").train()
+    before = signal.getsignal(number)
+    trainer = make(tmp_path / "run", callbacks=[Kill(4, number)], save_every=None)
+    metrics = trainer.train()
+    assert metrics["kl_coef"] > 0
+    assert trainer.state.iteration == 4
+    assert signal.getsignal(number) == before
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-4"]
+    assert not (tmp_path / "run" / "adapter_config.json").exists()
+    assert "resume_from_checkpoint=True" in capsys.readouterr().out
+    make(tmp_path / "run").train(resume_from_checkpoint=True)
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+
+
+def test_second_interrupt_ends_at_once_but_not_one_that_a_launcher_repeats(monkeypatch):
+    # kills: no way out of a long iteration; a launcher's repetition taken for impatience
+    now = [0.0]
+    monkeypatch.setattr("rlhf_kit.signals.time.monotonic", lambda: now[0])
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        now[0] = 0.5
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == "SIGINT"
+        now[0] = 1.5
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_other_threads_are_left_alone():
+    # kills: training in a thread, as notebooks and servers do, failing on signal.signal
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def run():
+        with StopSignals() as signals:
+            seen.append((signals.received, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [(None, before)]
+
+
+# New processes
+
+
+def start(folder, *arguments):
+    command = [sys.executable, SCRIPT, folder, *arguments]
+    return subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_three_iterations_and_three_in_a_new_process(number, tmp_path):
+    # kills: state that lives in the process only
+    straight = start(tmp_path / "straight")
+    assert straight.wait(120) == 0
+    broken = start(tmp_path / "broken", "--kill-after", "4", "--signal", str(int(number)))
+    assert broken.wait(120) == (-number if number == signal.SIGKILL else 0), broken.stderr.read()
+    resumed = start(tmp_path / "broken", "--resume")
+    assert resumed.wait(120) == 0, resumed.stderr.read()
+    assert_same_run(tmp_path / "straight", tmp_path / "broken")
+
+
+@pytest.mark.slow
+def test_sixty_kills_at_random_moments(tmp_path, one_thread):
+    # kills: a checkpoint put in place before it is whole, a log that cannot be read after a kill
+    iterations, kills, latest = 400, 60, -1
+    settings = {"save_every": 1, "eval_every": None, "lr_scheduler_type": "constant"}
+    draw = random.Random(0)
+    moments = []
+    for kill in range(kills + 1):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                found = bool(list_checkpoints(tmp_path / "run"))
+                if not found and (tmp_path / "run").exists():
+                    os.rename(tmp_path / "run", tmp_path / f"lost-{kill}")  # killed before the first checkpoint
+                last = latest + 5 if kill == kills else iterations
+                trainer = make(tmp_path / "run", last, **settings)
+                trainer.train(resume_from_checkpoint=found or None)
+                code = 0
+            finally:
+                os._exit(code)
+        if kill < kills:
+            time.sleep(draw.uniform(0.3, 1.5))
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if kill < kills else 0)
+        found = list_checkpoints(tmp_path / "run")
+        for path in found:
+            verify(path)
+        now = int(found[-1].name.split("-")[1]) if found else -1
+        assert now >= latest
+        moments.append(now)
+        latest = now
+    assert len(set(moments)) > kills // 3  # they did fall into different iterations
+    make(tmp_path / "straight", latest, **settings).train()
+    assert_same_run(tmp_path / "straight", tmp_path / "run", latest)
