@@ -5,6 +5,7 @@ Every process holds the adapters, the value head and the optimizer in full; grad
 get no gradient, so sharding them changes no number.
 """
 
+import math
 import os
 import traceback
 import warnings
@@ -115,20 +116,29 @@ def shard_base(model: Any, accelerator: Accelerator) -> None:
         raise ValueError("FSDP cannot shard a base quantised by bitsandbytes: drop load_in_8bit and load_in_4bit.")
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     trained = {p for p in model.parameters() if p.requires_grad}
+    # Resharded after every forward, the root too: one process alone may then read parameters, e.g. to save.
     for module in [*checkpointable_layers(model.causal_lm), model.causal_lm]:
-        fully_shard(module, mesh=mesh, ignored_params=trained)
+        fully_shard(module, mesh=mesh, ignored_params=trained, reshard_after_forward=True)
     model.is_sharded = True
 
 
-def passes_of_all(model: Any, passes: int) -> int:
-    """The passes that each process must make when the base is sharded: as many as the one with most.
+def passes(model: Any, count: int, size: int) -> Iterator[tuple[slice, bool]]:
+    """Slices of at most `size` out of `count` rows, for one forward pass each.
 
-    Without sharding each makes its own.
+    A pass over a sharded base is made by all processes at once, so a process with fewer rows makes idle ones.
+
+    Yields:
+        (slice, False) for own rows; (slice of the first row, True) for a pass whose result is to be dropped.
     """
-    if not model.is_sharded:
-        return passes
+    own = math.ceil(count / size)
+    for i in range(_most(own) if model.is_sharded else own):
+        yield (slice(i * size, (i + 1) * size), False) if i < own else (slice(0, 1), True)
+
+
+def _most(count: int) -> int:
+    """The largest count of any process."""
     counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, passes)
+    dist.all_gather_object(counts, count)
     return max(counts)
 
 

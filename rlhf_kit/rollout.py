@@ -25,6 +25,7 @@ from rlhf_kit.functional import (
     token_logprobs,
 )
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
+from rlhf_kit.processes import passes
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,9 @@ def record_policies(
     shape = completions.shape
     names = ("old_logprobs", "old_values", "ref_logprobs", "kl", "ref_kl", "entropy")
     recorded = {name: torch.zeros(shape, device=model.device) for name in names}
-    for start in range(0, shape[0], args.micro_batch_size):
-        rows = slice(start, start + args.micro_batch_size)
+    for rows, idle in passes(model, shape[0], args.micro_batch_size):
         part = _record_micro_batch(model, {name: tensor[rows] for name, tensor in tokens.items()}, args, autocast)
-        for name, values in part.items():
+        for name, values in part.items() if not idle else ():
             recorded[name][rows, : values.shape[1]] = values
     return tokens | recorded
 

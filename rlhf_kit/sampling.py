@@ -19,6 +19,7 @@ from transformers import (
 from rlhf_kit.config import PPOConfig
 from rlhf_kit.data import pad_left
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
+from rlhf_kit.processes import passes
 
 
 class Sampler:
@@ -69,10 +70,11 @@ class Sampler:
         ids: list[list[int]] = []
         ended: list[bool] = []
         with model.sampling_mode():
-            for start in range(0, len(prompt_ids), size):
-                batch_ids, batch_ended = self._generate(model.causal_lm, prompt_ids[start : start + size])
-                ids += batch_ids
-                ended += batch_ended
+            for rows, idle in passes(model, len(prompt_ids), size):
+                batch_ids, batch_ended = self._generate(model, prompt_ids[rows])
+                if not idle:
+                    ids += batch_ids
+                    ended += batch_ended
         return ids, ended
 
     def has_ended(self, completion_ids: list[int]) -> bool:
@@ -81,7 +83,10 @@ class Sampler:
             return True
         return self._string_criteria is not None and bool(self._string_criteria(torch.tensor([completion_ids]), None))
 
-    def _generate(self, causal_lm: PreTrainedModel, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[bool]]:
+    def _generate(
+        self, model: AutoModelForCausalLMWithValueHead, prompt_ids: list[list[int]]
+    ) -> tuple[list[list[int]], list[bool]]:
+        causal_lm = model.causal_lm
         input_ids, mask = pad_left(prompt_ids, self.pad_token_id)  # (B, P)
         width = input_ids.shape[1]
         device = causal_lm.device
@@ -101,6 +106,7 @@ class Sampler:
                 attention_mask=mask.long().to(device),
                 generation_config=config,
                 stopping_criteria=StoppingCriteriaList([recorder]),
+                synced_gpus=model.is_sharded,  # steps on until the longest completion of any process has ended
             )  # (B, P + T)
         completions = sequences[:, width:].tolist()
         lengths = recorder.lengths.tolist()

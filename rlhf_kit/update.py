@@ -19,6 +19,7 @@ from transformers import get_scheduler
 from rlhf_kit.config import PPOConfig
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.objective import ppo_loss
+from rlhf_kit.processes import passes
 from rlhf_kit.rollout import Rollout, Targets
 from rlhf_kit.sampling import seed_from
 
@@ -150,17 +151,19 @@ class Updater:
         sums: dict[str, float] = {}
         ratio_error = 0.0
         mine = rows[self._accelerator.process_index :: self._accelerator.num_processes]
-        for micro in mine.split(self._args.micro_batch_size) if len(mine) else ():
+        for part, idle in passes(self._model, len(mine), self._args.micro_batch_size):
             loss, parts, error = ppo_loss(
                 self._model,
                 rollout,
                 targets,
-                micro,
+                rows[:1] if idle else mine[part],
                 self._args,
                 kl_coef=kl_coef,
                 autocast=self._accelerator.autocast,
             )
-            (loss / tokens).backward()
+            (loss * 0 if idle else loss / tokens).backward()
+            if idle:
+                continue
             parts["loss"] = loss.detach()
             sums = {name: sums.get(name, 0.0) + float(value) for name, value in parts.items()}
             ratio_error = max(ratio_error, float(error))
