@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration, gather_object
@@ -92,6 +93,12 @@ def _check_launch(accelerator: Accelerator) -> None:
             "--nproc_per_node N ...",
             stacklevel=4,
         )
+
+
+def share_of(accelerator: Accelerator, count: int) -> list[int]:
+    """Which of `count` items this process handles: a run of neighbours."""
+    parts = np.array_split(np.arange(count), accelerator.num_processes)
+    return [int(i) for i in parts[accelerator.process_index]]
 
 
 # Sharding

@@ -77,6 +77,13 @@ class Sampler:
                     ended += batch_ended
         return ids, ended
 
+    def decode(self, completion_ids: list[list[int]]) -> list[str]:
+        """Texts without special tokens."""
+        return [
+            self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for ids in completion_ids
+        ]
+
     def has_ended(self, completion_ids: list[int]) -> bool:
         """Whether a completion ends with an end token or a stop string."""
         if completion_ids[-1] in self.stop_token_ids:

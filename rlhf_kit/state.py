@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainerState
+
+from rlhf_kit.config import PPOConfig
 
 
 @dataclass
@@ -56,3 +59,14 @@ class PPOState(TrainerState):
         super().__post_init__()
         if isinstance(self.score_moments, dict):  # as `load_from_json` gives it
             self.score_moments = RunningMoments(**self.score_moments)
+
+
+def first_state(args: PPOConfig, accelerator: Accelerator) -> PPOState:
+    """Before the first iteration."""
+    return PPOState(
+        num_iterations=args.num_iterations,
+        max_steps=args.num_iterations * args.optimizer_steps_per_iteration(),
+        kl_coef=args.kl_coef,
+        is_local_process_zero=accelerator.is_local_main_process,
+        is_world_process_zero=accelerator.is_main_process,
+    )

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import set_seed
 from datasets import Dataset
@@ -31,17 +30,16 @@ from rlhf_kit.preparation import (
     refuse_used_folder,
     warn_about_settings,
 )
-from rlhf_kit.processes import any_of_all, failing_together, make_accelerator
+from rlhf_kit.processes import any_of_all, failing_together, make_accelerator, share_of
 from rlhf_kit.resume import Checkpoints
 from rlhf_kit.rewards import RewardFunc
 from rlhf_kit.rollout import Rollout, compute_targets, concat_rollouts, record_rollout, shaped_scores
 from rlhf_kit.sampling import Sampler, seeded
 from rlhf_kit.signals import StopSignals
-from rlhf_kit.state import PPOState
+from rlhf_kit.state import first_state
 from rlhf_kit.step_input import check_context, checked_step, id_lists
-from rlhf_kit.update import Updater
+from rlhf_kit.update import Updater, end_if_never_finite
 
-MAX_NONFINITE_ITERATIONS = 3
 TRAIN, EVAL = 0, 1  # streams of random numbers
 
 
@@ -95,13 +93,7 @@ class PPOTrainer:
             raise ValueError(f"eval_every={args.eval_every} needs an eval_dataset.")
         self.reward_funcs = make_rewards(reward_funcs, args, self.train_prompts, self.eval_prompts)
         self.updater = Updater(self.model, args, self.accelerator)
-        self.state = PPOState(
-            num_iterations=args.num_iterations,
-            max_steps=args.num_iterations * args.optimizer_steps_per_iteration(),
-            kl_coef=args.kl_coef,
-            is_local_process_zero=self.accelerator.is_local_main_process,
-            is_world_process_zero=self.accelerator.is_main_process,
-        )
+        self.state = first_state(args, self.accelerator)
         self._journal = Journal(
             args,
             self.state,
@@ -154,8 +146,8 @@ class PPOTrainer:
         self.control.should_training_stop = False
         self._journal.emit("on_train_begin")
         self.state.evaluation_due |= self.eval_prompts is not None and self.state.iteration == 0
-        self._evaluate_if_due()
         with StopSignals() as signals:
+            self._evaluate_if_due()
             while self.state.iteration < self.args.num_iterations and not self.control.should_training_stop:
                 batch = self._local_batch(prompts, self.state.iteration)
                 rollout = self._collect(batch, TRAIN, self.state.iteration)
@@ -179,7 +171,7 @@ class PPOTrainer:
         key = (self.args.seed, stream, number, self.accelerator.process_index)
         with self._journal.phase("generate"), seeded(*key, device=self.model.device), self.accelerator.autocast():
             completion_ids, ended = self.sampler(self.model, batch.prompt_ids)
-        completions: list[Any] = self._decode(completion_ids)
+        completions: list[Any] = self.sampler.decode(completion_ids)
         if is_conversational({"prompt": batch.prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         with self._journal.phase("reward"), failing_together(self.accelerator):
@@ -232,7 +224,7 @@ class PPOTrainer:
         state.global_step += int(update["optimizer_steps"])
         self._journal.emit("on_step_end")
         self._journal.iteration(rollout, metrics, last=self._is_last())
-        self._stop_if_not_finite(update)
+        end_if_never_finite(update, state, args)
         return metrics
 
     # The same loop in the user's own hands
@@ -280,7 +272,7 @@ class PPOTrainer:
             queries,
             responses,
             scores,
-            share=len(self._share(self.args.num_prompts_per_iteration())) * self.args.num_completions_per_prompt,
+            share=len(self._own_prompts()) * self.args.num_completions_per_prompt,
             rollout_batch_size=self.args.rollout_batch_size,
             vocab_size=self.model.vocab_size,
             context_length=max_positions(self.model.causal_lm),
@@ -289,9 +281,9 @@ class PPOTrainer:
         self._journal.open()
         self._journal.emit("on_step_begin")
         rollout = self._record(
-            prompts=self._decode(prompt_ids),
+            prompts=self.sampler.decode(prompt_ids),
             prompt_ids=prompt_ids,
-            completions=self._decode(completion_ids),
+            completions=self.sampler.decode(completion_ids),
             completion_ids=completion_ids,
             ended=[self.sampler.has_ended(ids) for ids in completion_ids],
             scores=numbers,
@@ -326,7 +318,7 @@ class PPOTrainer:
             # Processes beyond the number of prompts repeat the last one; the repetitions are dropped again.
             world = self.accelerator.num_processes
             padded = chunk + [chunk[-1]] * max(0, world - len(chunk))
-            mine = [padded[i] for i in self._share(len(padded))]
+            mine = [padded[i] for i in share_of(self.accelerator, len(padded))]
             parts.append(self._collect(prompts.batch(mine), EVAL, number).head(len(chunk)))
         rollout = concat_rollouts(parts)
         metrics = {f"eval_{name}": value for name, value in rollout_metrics(rollout).items()}
@@ -395,23 +387,16 @@ class PPOTrainer:
             raise ValueError(f"this needs {name}: pass it to PPOTrainer, or run your own loop with generate and step.")
         return part
 
-    def _share(self, count: int) -> list[int]:
-        """Which of `count` items this process handles: a run of neighbours."""
-        parts = np.array_split(np.arange(count), self.accelerator.num_processes)
-        return [int(i) for i in parts[self.accelerator.process_index]]
+    def _own_prompts(self) -> list[int]:
+        """Which of the prompts of an iteration this process handles."""
+        return share_of(self.accelerator, self.args.num_prompts_per_iteration())
 
     def _local_batch(self, prompts: PromptDataset, iteration: int) -> PromptBatch:
         """This process's prompts of an iteration, each repeated `num_completions_per_prompt` times."""
         size = self.args.num_prompts_per_iteration()
         order = prompt_order(seed=self.args.seed, iteration=iteration, batch_size=size, num_prompts=len(prompts))
         repeats = self.args.num_completions_per_prompt
-        return prompts.batch([order[i] for i in self._share(size) for _ in range(repeats)])
-
-    def _decode(self, rows: list[list[int]]) -> list[str]:
-        return [
-            self.processing_class.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            for ids in rows
-        ]
+        return prompts.batch([order[i] for i in self._own_prompts() for _ in range(repeats)])
 
     def _evaluate_if_due(self) -> None:
         if self.state.evaluation_due:
@@ -453,17 +438,6 @@ class PPOTrainer:
         self.model.save_pretrained(folder)
         self.processing_class.save_pretrained(folder)
         write_model_card(folder, self.model, self.args, self.state)
-
-    def _stop_if_not_finite(self, update: dict[str, float]) -> None:
-        state = self.state
-        state.nonfinite_iterations = state.nonfinite_iterations + 1 if update["skipped_steps"] else 0
-        if state.nonfinite_iterations >= MAX_NONFINITE_ITERATIONS:
-            raise RuntimeError(
-                f"losses or gradients were NaN or infinite in {MAX_NONFINITE_ITERATIONS} iterations in a row, the "
-                f"last time in {int(update['skipped_steps'])} of its optimizer steps; none of them was applied. Usual "
-                f"causes: a learning rate too high (learning_rate={self.args.learning_rate}), or a base model whose "
-                "activations overflow in its precision (try dtype='float32')."
-            )
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -22,6 +22,9 @@ from rlhf_kit.objective import ppo_loss
 from rlhf_kit.processes import passes
 from rlhf_kit.rollout import Rollout, Targets
 from rlhf_kit.sampling import seed_from
+from rlhf_kit.state import PPOState
+
+MAX_NONFINITE_ITERATIONS = 3
 
 
 @dataclass
@@ -184,3 +187,15 @@ class Updater:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def end_if_never_finite(update: dict[str, float], state: PPOState, args: PPOConfig) -> None:
+    """Raise `RuntimeError` when optimizer steps had to be skipped in several iterations in a row."""
+    state.nonfinite_iterations = state.nonfinite_iterations + 1 if update["skipped_steps"] else 0
+    if state.nonfinite_iterations >= MAX_NONFINITE_ITERATIONS:
+        raise RuntimeError(
+            f"losses or gradients were NaN or infinite in {MAX_NONFINITE_ITERATIONS} iterations in a row, the last "
+            f"time in {int(update['skipped_steps'])} of its optimizer steps; none of them was applied. Usual causes: "
+            f"a learning rate too high (learning_rate={args.learning_rate}), or a base model whose activations "
+            "overflow in its precision (try dtype='float32')."
+        )

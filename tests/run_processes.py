@@ -46,9 +46,7 @@ def record_first_gradient(trainer):
 
     def recording(*args, **kwargs):
         if not gradients:
-            gradients.update(
-                {n: p.grad.clone() for n, p in trainer.model.trainable_parameters() if p.grad is not None}
-            )
+            gradients.update({name: p.grad.clone() for name, p in trainer.model.trainable_parameters()})
         return step(*args, **kwargs)
 
     trainer.updater.optimizer.step = recording
@@ -57,12 +55,8 @@ def record_first_gradient(trainer):
 
 def two_given_iterations(trainer):
     """The same ragged global batch whatever the number of processes."""
-    tokenizer, world, rank = (
-        trainer.processing_class,
-        trainer.accelerator.num_processes,
-        trainer.accelerator.process_index,
-    )
-    prompts = [tokenizer(TEXTS[i % 3][: 3 + 2 * i]).input_ids for i in range(6)]
+    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    prompts = [trainer.processing_class(TEXTS[i % 3][: 3 + 2 * i]).input_ids for i in range(6)]
     share = slice(rank * 6 // world, (rank + 1) * 6 // world)
     gradients, metrics = record_first_gradient(trainer), []
     for iteration in range(2):
@@ -125,9 +119,8 @@ def die(folder):
 
 def uneven(folder):
     """Five prompts on two processes, completions that end early in one and late in the other."""
-    trainer = make_trainer(
-        folder, rollout_batch_size=5, mini_batch_size=3, micro_batch_size=1, generation_batch_size=2
-    )
+    sizes = {"rollout_batch_size": 5, "mini_batch_size": 3, "micro_batch_size": 1, "generation_batch_size": 2}
+    trainer = make_trainer(folder, max_completion_length=12, stop_token_ids=list(range(0, 300, 5)), **sizes)
     trainer.train()
     return {"seen": SEEN, "iteration": trainer.state.iteration}
 
