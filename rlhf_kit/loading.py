@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -108,32 +108,3 @@ def adjust_quantized_layers(model: nn.Module) -> None:
                     "the 4-bit layers of this model were repacked for inference when it ran without gradients on this "
                     "CPU, and can no longer be trained through: load it again and wrap it before its first use."
                 )
-
-
-def refuse_unmatched_targets(model: PeftModel) -> None:
-    """Raise `ValueError` for a name in `target_modules` that no layer has: PEFT complains only if all are wrong."""
-    adapted = model.base_model.targeted_module_names
-    for config in model.peft_config.values():
-        targets = getattr(config, "target_modules", None)
-        if targets is None or isinstance(targets, str):
-            continue
-        unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in adapted))
-        if unmatched:
-            linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if hasattr(m, "base_layer")}
-            raise ValueError(
-                f"target_modules names {unmatched}, but the model has no such layers; those found are "
-                f"{sorted(linear)}. Correct the names, or use target_modules='all-linear'."
-            )
-
-
-def check_peft_config(config: PeftConfig, name: str) -> None:
-    """Raise `ValueError` for adapters that cannot be switched off exactly; `name` is what the message calls them."""
-    if config.is_prompt_learning:
-        raise ValueError(
-            f"{name} is {config.peft_type}: prompt learning shifts positions and is not supported. Use LoRA."
-        )
-    if getattr(config, "bias", "none") != "none":
-        raise ValueError(
-            f"{name} trains biases of the base (bias={config.bias!r}), so switching the adapters off would no longer "
-            "give the reference: use bias='none'."
-        )

@@ -25,21 +25,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from rlhf_kit.adapters import add_adapters, check_peft_config
 from rlhf_kit.loading import (
     adjust_quantized_layers,
-    check_peft_config,
     find_file,
     load_causal_lm,
     refuse_loading_settings,
-    refuse_unmatched_targets,
 )
 from rlhf_kit.packaged import resolve_model
-from rlhf_kit.probes import adapters_change_model, refuse_wrong_padding, warn_of_distant_reference
+from rlhf_kit.probes import (
+    adapters_change_model,
+    refuse_other_generation,
+    refuse_wrong_padding,
+    warn_of_distant_reference,
+)
 from rlhf_kit.reference import add_reference_adapter, has_reference_adapter, reference_adapter
 from rlhf_kit.saving import VALUE_HEAD_FILE, merged_model, save_folder
 from rlhf_kit.scoring import (
@@ -137,9 +141,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                     f"peft_config was given, but the model already has adapters {list(model.peft_config)}: drop "
                     "peft_config to go on training them, or call merge_and_unload() on the model first."
                 )
-            check_peft_config(peft_config, "peft_config")
-            model = get_peft_model(model, peft_config)
-            refuse_unmatched_targets(model)
+            model = add_adapters(model, peft_config)
         saved = None if name is None else find_file(name, VALUE_HEAD_FILE, **kwargs)
         if saved is None:
             return cls(model, value_head=value_head or "linear").eval()
@@ -199,6 +201,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             If policy and reference differ already, with the KL between them.
         """
         refuse_wrong_padding(self)
+        refuse_other_generation(self)
         own = {id(p) for p in self.pretrained_model.parameters()}
         if ref_model is not None and any(id(p) in own for p in ref_model.parameters()):
             raise ValueError(

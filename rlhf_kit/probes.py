@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from rlhf_kit.functional import full_kl
+from rlhf_kit.scoring import generation_config
 
 LENGTH = 8  # tokens of a probe
 
@@ -34,6 +36,33 @@ def warn_of_distant_reference(model: Any) -> None:
             f"the policy starts {kl:.3g} nats per token away from its reference (on {LENGTH} probe tokens): the KL "
             "penalty pulls it there from the first iteration. Drop ref_model to start at KL 0.",
             stacklevel=2,
+        )
+
+
+def refuse_other_generation(model: Any) -> None:
+    """Raise `ValueError` if tokens are sampled from other probabilities than the scoring pass gives them.
+
+    Two prompts of different lengths are continued with the cache on, as rollouts do it.
+    """
+    ids = torch.arange(1, 2 * LENGTH + 1, device=model.device).view(2, LENGTH) % model.vocab_size  # (2, P)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    config = GenerationConfig(max_new_tokens=3, min_new_tokens=3, do_sample=False, output_logits=True, pad_token_id=0,
+                              return_dict_in_generate=True)  # fmt: skip
+    with model.sampling_mode(), generation_config(model.causal_lm, config):
+        made = model.causal_lm.generate(
+            input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=model.is_sharded
+        )
+    generated = torch.stack(made.logits, dim=1)  # (2, T, V)
+    mask = torch.cat([mask, torch.ones_like(mask[:, :3])], dim=1)
+    with torch.no_grad():
+        scored, _ = model.score(made.sequences, mask, completion_length=3)
+    difference = _typical_difference(scored, generated)
+    if not difference < _tolerance(model):
+        raise ValueError(
+            f"{type(model.causal_lm).__name__} samples from other probabilities than a plain forward pass gives, by "
+            f"{difference:.3g} nats (its cache, or how it treats padding), so the wrong ones would be trained. It is "
+            "not supported."
         )
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -20,6 +19,7 @@ from rlhf_kit.config import PPOConfig
 from rlhf_kit.data import pad_left
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.processes import passes
+from rlhf_kit.scoring import generation_config
 
 
 class Sampler:
@@ -107,7 +107,7 @@ class Sampler:
             eos_token_id=self.stop_token_ids or None,
             pad_token_id=self.pad_token_id,
         )
-        with _generation_config(causal_lm, config):
+        with generation_config(causal_lm, config):
             sequences = causal_lm.generate(
                 input_ids=input_ids.to(device),
                 attention_mask=mask.long().to(device),
@@ -140,17 +140,6 @@ class _LengthRecorder(StoppingCriteria):
         first_time = ended & (self.lengths == 0)
         self.lengths = torch.where(first_time, completion.shape[1], self.lengths)
         return ended
-
-
-@contextmanager
-def _generation_config(causal_lm: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Swap the model's generation config: `generate` fills every field we leave None from it."""
-    own = causal_lm.generation_config
-    causal_lm.generation_config = config
-    try:
-        yield
-    finally:
-        causal_lm.generation_config = own
 
 
 @contextmanager

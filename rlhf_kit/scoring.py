@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -61,6 +61,17 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def generation_config(causal_lm: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """Swap the model's generation config: `generate` fills every field we leave None from it."""
+    own = causal_lm.generation_config
+    causal_lm.generation_config = config
+    try:
+        yield
+    finally:
+        causal_lm.generation_config = own
 
 
 def checkpointable_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:

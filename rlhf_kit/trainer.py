@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
 from trl import is_conversational
 
+from rlhf_kit.adapters import describe_training
 from rlhf_kit.card import write_model_card
 from rlhf_kit.config import PPOConfig
 from rlhf_kit.data import PromptBatch, PromptDataset, prompt_order
@@ -114,6 +115,8 @@ class PPOTrainer:
             identity=run_identity(args, self.model, self.train_prompts, self.reward_funcs, self.accelerator),
             write_model=self._write_model,
         )
+        if self.accelerator.is_main_process:
+            print(describe_training(self.model))
         set_seed(args.seed, device_specific=True)  # generate() draws other samples in each process
         self._journal.emit("on_init_end")
 

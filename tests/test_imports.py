@@ -15,6 +15,7 @@ PACKAGE = ROOT / "rlhf_kit"
 # A module may import from its own row and from rows above; `functional` is above all of them.
 ROWS = [
     {
+        "adapters",
         "annotations",
         "config",
         "data",

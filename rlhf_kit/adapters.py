@@ -1,0 +1,102 @@
+"""LoRA adapters: which layers they go on, what cannot be switched off, and what is trained in the end."""
+
+import copy
+from typing import Any
+
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+# Query and value projections under the names they have, for architectures that PEFT's table does not know.
+ATTENTION_NAMES = (["q_proj", "v_proj"], ["query_key_value"], ["qkv_proj"], ["c_attn"], ["Wqkv"], ["query", "value"],
+                   ["in_proj"])  # fmt: skip
+
+
+def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
+    """Fresh adapters around a model.
+
+    Args:
+        model: gets the adapters in place.
+        config: left as it is. Where it names no target_modules, the query and value projections are chosen, in the
+            words of the architecture; where it has none, all linear layers but the LM head.
+
+    Raises:
+        ValueError: adapters that cannot be switched off exactly, or a name that no layer has.
+    """
+    check_peft_config(config, "peft_config")
+    config = copy.deepcopy(config)
+    layers = {name.rsplit(".", 1)[-1]: layer for name, layer in model.named_modules() if _is_linear(layer)}
+    if hasattr(config, "target_modules") and config.target_modules is None and not _other_targets(config):
+        config.target_modules = _default_targets(model, layers)
+    if hasattr(config, "fan_in_fan_out") and isinstance(config.target_modules, list | set):
+        config.fan_in_fan_out = any(isinstance(layers.get(name), Conv1D) for name in config.target_modules)
+    adapted = get_peft_model(model, config)
+    refuse_unmatched_targets(adapted)
+    return adapted
+
+
+def _default_targets(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[str] | str:
+    known = PEFT_TARGETS.get(model.config.model_type)
+    for names in ([known] if known else []) + list(ATTENTION_NAMES):
+        if not isinstance(names, str) and all(name in layers for name in names):
+            return list(names)
+    return "all-linear"
+
+
+def _other_targets(config: PeftConfig) -> bool:
+    return bool(getattr(config, "target_parameters", None) or getattr(config, "trainable_token_indices", None))
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear | Conv1D)  # bitsandbytes' layers are nn.Linear too
+
+
+def describe_training(model: Any) -> str:
+    """One line on what of an `AutoModelForCausalLMWithValueHead` is trained."""
+    total = sum(_numel(p) for p in model.pretrained_model.parameters())
+    trained = sum(p.numel() for p in model.pretrained_model.parameters() if p.requires_grad)
+    amount = f"{trained:,} of {total:,} parameters ({trained / total:.2%}) and the {model.v_head.kind} value head"
+    if not model.is_peft_model:
+        return f"Training {amount}."
+    config = model.pretrained_model.active_peft_config
+    names = sorted(model.pretrained_model.base_model.targeted_module_names)
+    kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
+    rank = f" r={config.r}" if hasattr(config, "r") else ""
+    return f"Training {amount}: {config.peft_type.value}{rank} on {kinds} ({len(names)} layers)."
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Number of weights; bitsandbytes packs two 4-bit weights into a byte."""
+    packed = getattr(parameter, "quant_state", None) is not None
+    return parameter.numel() * 2 if packed else parameter.numel()
+
+
+def refuse_unmatched_targets(model: PeftModel) -> None:
+    """Raise `ValueError` for a name in `target_modules` that no layer has: PEFT complains only if all are wrong."""
+    adapted = model.base_model.targeted_module_names
+    for config in model.peft_config.values():
+        targets = getattr(config, "target_modules", None)
+        if targets is None or isinstance(targets, str):
+            continue
+        unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in adapted))
+        if unmatched:
+            linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if hasattr(m, "base_layer")}
+            raise ValueError(
+                f"target_modules names {unmatched}, but the model has no such layers; those found are "
+                f"{sorted(linear)}. Correct the names, or use target_modules='all-linear'."
+            )
+
+
+def check_peft_config(config: PeftConfig, name: str) -> None:
+    """Raise `ValueError` for adapters that cannot be switched off exactly; `name` is what the message calls them."""
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"{name} is {config.peft_type}: prompt learning shifts positions and is not supported. Use LoRA."
+        )
+    if getattr(config, "bias", "none") != "none":
+        raise ValueError(
+            f"{name} trains biases of the base (bias={config.bias!r}), so switching the adapters off would no longer "
+            "give the reference: use bias='none'."
+        )
