@@ -28,7 +28,11 @@ def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
     check_peft_config(config, "peft_config")
     config = copy.deepcopy(config)
     layers = {name.rsplit(".", 1)[-1]: layer for name, layer in model.named_modules() if _is_linear(layer)}
-    if hasattr(config, "target_modules") and config.target_modules is None and not _other_targets(config):
+    if (
+        hasattr(config, "target_modules")
+        and config.target_modules is None
+        and not getattr(config, "target_parameters", None)
+    ):
         config.target_modules = _default_targets(model, layers)
     if hasattr(config, "fan_in_fan_out") and isinstance(config.target_modules, list | set):
         config.fan_in_fan_out = any(isinstance(layers.get(name), Conv1D) for name in config.target_modules)
@@ -43,10 +47,6 @@ def _default_targets(model: PreTrainedModel, layers: dict[str, nn.Module]) -> li
         if not isinstance(names, str) and all(name in layers for name in names):
             return list(names)
     return "all-linear"
-
-
-def _other_targets(config: PeftConfig) -> bool:
-    return bool(getattr(config, "target_parameters", None) or getattr(config, "trainable_token_indices", None))
 
 
 def _is_linear(layer: nn.Module) -> bool:

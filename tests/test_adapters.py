@@ -1,0 +1,99 @@
+"""Which layers get adapters when the user names none, and what is said about it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from conftest import make_lora, make_model
+from peft import IA3Config, LoHaConfig, LoraConfig
+from torch import nn
+
+from rlhf_kit import AutoModelForCausalLMWithValueHead
+from rlhf_kit.adapters import add_adapters, describe_training
+
+
+def adapted_layers(model):
+    return sorted({name.rsplit(".", 1)[-1] for name in model.base_model.targeted_module_names})
+
+
+def test_the_users_config_stays_as_it_was():
+    # kills: choices written into an object that the user may use for another model
+    config = LoraConfig(task_type="CAUSAL_LM")
+    before = copy.deepcopy(config)
+    add_adapters(make_model("gpt2"), config)
+    assert config == before
+    assert adapted_layers(add_adapters(make_model("llama"), config)) == ["q_proj", "v_proj"]
+
+
+def test_what_the_user_names_is_taken():
+    # kills: our choice in place of the user's
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"])
+    assert adapted_layers(add_adapters(make_model("llama"), config)) == ["o_proj"]
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    names = adapted_layers(add_adapters(make_model("llama"), config))
+    assert names == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+def test_unknown_architecture_gets_all_linear_layers_but_the_head():
+    # kills: PEFT's refusal passed on; the LM head adapted
+    model = make_model("llama")
+    model.config.model_type = "brand_new"
+    for layer in model.model.layers:
+        for old, new in (("q_proj", "wq"), ("v_proj", "wv")):
+            setattr(layer.self_attn, new, getattr(layer.self_attn, old))
+            delattr(layer.self_attn, old)
+    names = adapted_layers(add_adapters(model, LoraConfig(task_type="CAUSAL_LM")))
+    assert names == ["down_proj", "gate_proj", "k_proj", "o_proj", "up_proj", "wq", "wv"]
+
+
+@pytest.mark.parametrize(("family", "transposed"), [("gpt2", True), ("llama", False)])
+def test_orientation_of_weights_is_chosen_without_a_warning(family, transposed):
+    # kills: PEFT's warning about fan_in_fan_out for every GPT-2 user
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = add_adapters(make_model(family), LoraConfig(task_type="CAUSAL_LM"))
+    assert model.peft_config["default"].fan_in_fan_out is transposed
+
+
+OTHER_KINDS = [LoHaConfig(target_modules=["q_proj"]), IA3Config(target_modules=["k_proj"], feedforward_modules=[])]
+
+
+@pytest.mark.parametrize("config", OTHER_KINDS)
+def test_other_kinds_of_adapters_are_described(config):
+    # kills: the description of LoRA only
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(make_model("llama"), peft_config=config)
+    assert f"{config.peft_type.value}" in describe_training(model)
+    assert f"on {next(iter(config.target_modules))} (2 layers)." in describe_training(model)
+
+
+def test_description_counts_what_is_trained():
+    # kills: the value head, the reference or frozen weights counted as trained
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(make_model("llama"), peft_config=make_lora("llama"))
+    trained = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
+    total = sum(p.numel() for p in make_model("llama").parameters()) + trained
+    text = describe_training(model)
+    amount = f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
+    assert text.startswith(f"Training {amount} and the linear value head")
+    assert text.endswith("LORA r=4 on q_proj, v_proj (4 layers).")
+    whole = AutoModelForCausalLMWithValueHead.from_pretrained(make_model("llama"), value_head="mlp")
+    assert describe_training(whole) == (
+        f"Training {total - trained:,} of {total - trained:,} parameters (100.00%) and the mlp value head."
+    )
+
+
+def test_packed_weights_count_as_what_they_stand_for():
+    # kills: a 4-bit model reported at half its size
+    bnb = pytest.importorskip("bitsandbytes")
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(make_model("llama"), peft_config=make_lora("llama"))
+    count = describe_training(model).split(" of ")[1].split(" ")[0]
+    layer = model.causal_lm.model.layers[0].mlp
+    packed = bnb.nn.Linear4bit(32, 64, bias=False, quant_type="nf4")
+    packed.weight = bnb.nn.Params4bit(layer.up_proj.weight.data, requires_grad=False, quant_type="nf4")
+    packed.to("cpu")
+    packed(torch.ones(1, 32))
+    assert isinstance(layer.up_proj, nn.Linear)
+    layer.up_proj = packed.to("cpu")
+    if getattr(packed.weight, "quant_state", None) is None:
+        packed.weight = packed.weight._quantize("cpu")
+    assert describe_training(model).split(" of ")[1].split(" ")[0] == count
