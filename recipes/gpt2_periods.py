@@ -8,6 +8,7 @@ One per device:       accelerate launch recipes/gpt2_periods.py
 Without a hub:        python recipes/gpt2_periods.py --model_name_or_path packaged:smollm2
 A preset:             python recipes/gpt2_periods.py --config recipes/configs/kl_in_loss.yaml
 Another model:        python recipes/gpt2_periods.py --model_name_or_path Qwen/Qwen3-0.6B
+Go on after a stop:   the same command with the same --output_dir and --resume_from_checkpoint last
 
 Hardware and time:    packaged:smollm2 on 2 CPU cores and 24 GiB; README.md shows the output and the time of each step.
 Expect:               `score` at least doubles while `reference KL` stays below 0.25 nats/token.
@@ -33,7 +34,10 @@ class RecipeArguments:
     lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA adapters; 0 trains the whole model."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA adapters."})
     lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Layers to adapt. None = PEFT's choice for the architecture."}
+        default=None, metadata={"help": "Layers to adapt. None = the query and value projections."}
+    )
+    resume_from_checkpoint: str | None = field(
+        default=None, metadata={"help": "Go on from a checkpoint: its folder, or 'last' for the newest in output_dir."}
     )
 
 
@@ -76,7 +80,8 @@ def main() -> None:
     )
 
     # Train.
-    trainer.train()
+    resume = recipe.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if resume == "last" else resume)
     if trainer.accelerator.is_main_process:
         print(run_summary(args.output_dir))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_kit.config import PPOConfig
+    from rlhf_kit.memory import estimate_memory, peak_memory
     from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
     from rlhf_kit.packaged import resolve_model
     from rlhf_kit.report import run_summary
@@ -19,6 +20,8 @@ _HOME = {
     "AutoModelForCausalLMWithValueHead": "rlhf_kit.modeling",
     "PPOConfig": "rlhf_kit.config",
     "PPOTrainer": "rlhf_kit.trainer",
+    "estimate_memory": "rlhf_kit.memory",
+    "peak_memory": "rlhf_kit.memory",
     "resolve_model": "rlhf_kit.packaged",
     "run_summary": "rlhf_kit.report",
 }
@@ -27,6 +30,8 @@ __all__ = [
     "AutoModelForCausalLMWithValueHead",
     "PPOConfig",
     "PPOTrainer",
+    "estimate_memory",
+    "peak_memory",
     "resolve_model",
     "run_summary",
 ]

@@ -112,7 +112,8 @@ def _weights_fingerprint(model: AutoModelForCausalLMWithValueHead) -> str:
     parts = []
     for name, p in named:
         flat = _whole(p.detach()).flatten()
-        places = torch.linspace(0, len(flat) - 1, min(SAMPLES, len(flat)), device=flat.device).long()
+        count = min(SAMPLES, len(flat))
+        places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)  # first to last
         parts.append(f"{name} {tuple(p.shape)} {p.dtype} {flat[places].float().tolist()}")
     return _digest("\n".join(parts))
 

@@ -39,6 +39,7 @@ ROWS = [
         "checkpoint",
         "identity",
         "journal",
+        "memory",
         "metrics",
         "objective",
         "preparation",
