@@ -28,9 +28,7 @@ def load_causal_lm(
     if load_in_8bit and load_in_4bit:
         raise ValueError("load_in_8bit and load_in_4bit are both True: choose one.")
     if load_in_8bit:
-        # The default threshold picks outlier columns over the whole batch, padding and later tokens included: a
-        # token's log-prob would depend on its neighbours, and the ratio would not be 1 before anything has moved.
-        kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)}
+        kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     if load_in_4bit:
         kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
     hub_kwargs = {k: kwargs[k] for k in HUB_SETTINGS if k in kwargs}
@@ -90,21 +88,3 @@ def find_file(name: str, file: str, **kwargs: Any) -> str | None:
         **hub_kwargs,
     )
     return None if path is None else str(path)
-
-
-def adjust_quantized_layers(model: nn.Module) -> None:
-    """Make bitsandbytes layers of a model, however it was loaded, exact and trainable.
-
-    8 bits: no outlier threshold, see `load_causal_lm`. 4 bits: no repacking for fast inference on CPUs with
-    AVX512-BF16, which happens in the first pass without gradient and stops gradients from then on.
-    """
-    for module in model.modules():
-        if hasattr(getattr(module, "state", None), "threshold"):
-            module.state.threshold = 0.0
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
-                raise ValueError(
-                    "the 4-bit layers of this model were repacked for inference when it ran without gradients on this "
-                    "CPU, and can no longer be trained through: load it again and wrap it before its first use."
-                )

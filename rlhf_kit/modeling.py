@@ -32,7 +32,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from rlhf_kit.adapters import add_adapters, check_peft_config
 from rlhf_kit.loading import (
-    adjust_quantized_layers,
     find_file,
     load_causal_lm,
     refuse_loading_settings,
@@ -44,6 +43,7 @@ from rlhf_kit.probes import (
     refuse_wrong_padding,
     warn_of_distant_reference,
 )
+from rlhf_kit.quantized import adjust_quantized_layers
 from rlhf_kit.reference import add_reference_adapter, has_reference_adapter, reference_adapter
 from rlhf_kit.saving import VALUE_HEAD_FILE, merged_model, save_folder
 from rlhf_kit.scoring import (

@@ -25,6 +25,7 @@ ROWS = [
         "packaged",
         "probes",
         "processes",
+        "quantized",
         "reference",
         "rewards",
         "sampling",
