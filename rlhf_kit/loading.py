@@ -1,5 +1,6 @@
 """Loading causal LMs and saved adapters by name, with errors that say what to do."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ def load_causal_lm(
     """A causal LM by hub name or folder; with its base, if it is an adapter. Arguments as in `from_pretrained`."""
     if load_in_8bit and load_in_4bit:
         raise ValueError("load_in_8bit and load_in_4bit are both True: choose one.")
+    if (load_in_8bit or load_in_4bit) and importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError(
+            f"load_in_{8 if load_in_8bit else 4}bit needs bitsandbytes: pip install 'bitsandbytes>=0.49'."
+        )
     if load_in_8bit:
         kwargs = {**kwargs, "quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     if load_in_4bit:

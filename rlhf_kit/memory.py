@@ -7,10 +7,10 @@ need more than is said here.
 """
 
 import resource
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,8 +116,11 @@ def peak_memory() -> int:
     """Bytes that this process has needed at most so far: of GPU memory if it has used any, else of main memory."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux: getrusage would count what the process that started this one had used
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def _weight_bytes(causal_lm: PreTrainedModel, args: PPOConfig) -> int:
