@@ -14,6 +14,7 @@ What one iteration does with the three sizes (here 8 completions, mini-batches o
 """
 
 import math
+import sys
 import typing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -212,6 +213,8 @@ class PPOConfig:
             if not matches(value, hints[f.name]):
                 expected = describe(hints[f.name])
                 raise TypeError(f"{f.name} must be {expected}, got {value!r} of type {type(value).__name__}.")
+            if hints[f.name] in (float, float | None) and value is not None:
+                setattr(self, f.name, float(value) if not abs(value) > sys.float_info.max else math.inf)
 
     def _check_ranges(self) -> None:
         at_least_1 = [

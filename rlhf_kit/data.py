@@ -133,7 +133,7 @@ class PromptDataset:
                 raise ValueError(
                     f"row {index} is text but row 0 is a chat: give all prompts as text or all as messages."
                 )
-            return self._tokenizer(value).input_ids[: self._text_prompt_length]
+            return self._ids(index, value)[: self._text_prompt_length]
         if self._source == "text":
             raise TypeError(f"row {index}: 'text' must be a string, got {type(value).__name__}.")
         if not (isinstance(value, list) and value and is_conversational({"prompt": value})):
@@ -159,9 +159,15 @@ class PromptDataset:
                 tools=row.get("tools"),
                 **(row.get("chat_template_kwargs") or {}),
             )["prompt"]
-        except (ValueError, TypeError, TemplateError) as error:
-            raise ValueError(f"row {index}: the chat template cannot render {row['prompt']!r}: {error}") from error
-        return tokenizer(rendered, add_special_tokens=False).input_ids  # the template wrote the special tokens
+        except (ValueError, TypeError, KeyError, TemplateError) as error:
+            raise ValueError(f"row {index}: the chat template cannot render {row['prompt']!r}: {error!r}") from error
+        return self._ids(index, rendered, add_special_tokens=False)  # the template wrote the special tokens
+
+    def _ids(self, index: int, text: str, **kwargs: Any) -> list[int]:
+        try:
+            return self._tokenizer(text, **kwargs).input_ids
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {index}: the tokenizer cannot read {text!r}: {error}") from error
 
     def _refuse_empty(self) -> None:
         empty = [i for i, ids in enumerate(self.prompt_ids) if not ids]

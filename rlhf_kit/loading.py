@@ -28,6 +28,7 @@ def load_causal_lm(
     """A causal LM by hub name or folder; with its base, if it is an adapter. Arguments as in `from_pretrained`."""
     if load_in_8bit and load_in_4bit:
         raise ValueError("load_in_8bit and load_in_4bit are both True: choose one.")
+    kwargs = {"trust_remote_code": False, **kwargs}  # None would ask on the terminal
     if (load_in_8bit or load_in_4bit) and importlib.util.find_spec("bitsandbytes") is None:
         raise ImportError(
             f"load_in_{8 if load_in_8bit else 4}bit needs bitsandbytes: pip install 'bitsandbytes>=0.49'."

@@ -135,7 +135,7 @@ def load_tokenizer(source: Any, model: AutoModelForCausalLMWithValueHead) -> Pre
     """
     name = resolve_model(str(source)) if isinstance(source, str | Path) else model.config.name_or_path
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask on the terminal
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer was found at {name!r}: pass processing_class=<your tokenizer>.") from error
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 RewardFunc = Callable[..., Any]
 
 CHAT_HINT = " Prompts are chats, so each completion is a list of messages: its text is completion[0]['content']."
-MAX_REWARD = torch.finfo(torch.float32).max
+MAX_REWARD = 1e18  # losses square it, in float32
 ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
 
 
@@ -124,11 +124,11 @@ class RewardFunctions:
                 f"{_sample(prompts[i], completions[i])} Return a number, e.g. 0.0, from at least one of them."
             )
         scores = (table.nan_to_num(0.0) * self._weights).sum(-1)  # (B,)
-        if not scores.isfinite().all():
-            i = int((~scores.isfinite()).nonzero()[0])
+        if not (scores.abs() <= MAX_REWARD).all():
+            i = int((~(scores.abs() <= MAX_REWARD)).nonzero()[0])
             raise ValueError(
-                f"the weighted sum of {self.names} for completion {i} does not fit in float32: scale rewards or "
-                f"reward_weights down. {_sample(prompts[i], completions[i])}"
+                f"the weighted sum of {self.names} for completion {i} is {float(scores[i]):g}, more than "
+                f"{MAX_REWARD:g} in size: scale rewards or reward_weights down. {_sample(prompts[i], completions[i])}"
             )
         return scores, by_name
 
@@ -221,8 +221,8 @@ def _number(name: str, index: int, reward: Any, prompt: Any, completion: Any) ->
         ) from error
     if not abs(value) <= MAX_REWARD:
         raise ValueError(
-            f"reward function {name!r} returned {value} for completion {index}: a reward must be a finite "
-            f"float32; for 'not applicable' return None. {sample}"
+            f"reward function {name!r} returned {value} for completion {index}: a reward must be finite and below "
+            f"{MAX_REWARD:g} in size; for 'not applicable' return None. {sample}"
         )
     return value
 

@@ -30,7 +30,7 @@ EVERYTHING = {
     "reward_weights": [1.0, 0.5], "kl_coef": 0.2, "kl_estimator": "full", "kl_placement": "loss", "target_kl": 6.0,
     "kl_horizon": 5000.0, "max_approx_kl": 0.1, "value_head": "mlp", "load_in_4bit": True, "dtype": "bfloat16",
     "gradient_checkpointing": True, "log_every": 2, "eval_every": 3, "report_to": ["tensorboard", "wandb"],
-    "run_name": "name", "log_completions": 0,
+    "run_name": "name", "log_completions": 0, "save_every": 4, "save_total_limit": 5,
 }  # fmt: skip
 THE_REST = {"text_prompt_length": 8, "load_in_8bit": True}
 
@@ -146,7 +146,7 @@ def test_config_survives_json():
 
 AT_LEAST_1 = ["rollout_batch_size", "mini_batch_size", "micro_batch_size", "generation_batch_size", "ppo_epochs",
               "num_iterations", "max_prompt_length", "text_prompt_length", "max_completion_length",
-              "num_completions_per_prompt", "log_every", "eval_every"]  # fmt: skip
+              "num_completions_per_prompt", "log_every", "eval_every", "save_every", "save_total_limit"]  # fmt: skip
 AT_LEAST_0 = ["seed", "top_k", "warmup_iterations", "log_completions", "missing_eos_penalty", "learning_rate",
               "value_learning_rate", "weight_decay", "value_coef", "entropy_coef", "kl_coef"]  # fmt: skip
 ABOVE_0 = ["temperature", "adam_epsilon", "max_grad_norm", "clip_range", "value_clip_range", "clip_scores",
