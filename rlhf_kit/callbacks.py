@@ -86,7 +86,7 @@ class JsonlLog(TrainerCallback):
         self._start(args)
         path = Path(args.output_dir) / COMPLETIONS_FILE
         rows = read_jsonl(path) if path.exists() else []
-        _replace_lines(path, [row for row in rows if row["iteration"] <= state.iteration])
+        _replace_lines(path, [row for row in rows if row.get("iteration", 0) <= state.iteration])
         _replace_lines(Path(args.output_dir) / LOG_FILE, state.log_history)
 
     def _start(self, args: PPOConfig) -> None:

@@ -17,7 +17,6 @@ Where things sit in a batch (P = longest prompt, T = longest completion, . = pad
     score, rewards             a b c eos .          belong to the token that was chosen there: (B, T)
 """
 
-import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -37,14 +35,9 @@ from rlhf_kit.loading import (
     refuse_loading_settings,
 )
 from rlhf_kit.packaged import resolve_model
-from rlhf_kit.probes import (
-    adapters_change_model,
-    refuse_other_generation,
-    refuse_wrong_padding,
-    warn_of_distant_reference,
-)
+from rlhf_kit.probes import refuse_other_generation, refuse_wrong_padding, warn_of_distant_reference
 from rlhf_kit.quantized import adjust_quantized_layers
-from rlhf_kit.reference import add_reference_adapter, has_reference_adapter, reference_adapter
+from rlhf_kit.reference import make_reference, reference_adapter
 from rlhf_kit.saving import VALUE_HEAD_FILE, merged_model, save_folder
 from rlhf_kit.scoring import (
     checkpointed_layers,
@@ -53,7 +46,7 @@ from rlhf_kit.scoring import (
     position_ids,
     without_dropout,
 )
-from rlhf_kit.value_head import ValueHead
+from rlhf_kit.value_head import ValueHead, load_value_head
 
 
 class AutoModelForCausalLMWithValueHead(nn.Module):
@@ -145,12 +138,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         saved = None if name is None else find_file(name, VALUE_HEAD_FILE, **kwargs)
         if saved is None:
             return cls(model, value_head=value_head or "linear").eval()
-        weights = load_file(saved)
-        kind = "mlp" if len(weights) > 2 else "linear"
-        if value_head not in (None, kind):
-            raise ValueError(f"{saved} holds a {kind!r} value head, but value_head={value_head!r} was asked for.")
-        wrapped = cls(model, value_head=kind)
-        wrapped.v_head.load_state_dict(weights)
+        head = load_value_head(saved, value_head)
+        wrapped = cls(model, value_head=head.kind)
+        wrapped.v_head.load_state_dict(head.state_dict())
         return wrapped.eval()
 
     # The parts
@@ -202,24 +192,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """
         refuse_wrong_padding(self)
         refuse_other_generation(self)
-        own = {id(p) for p in self.pretrained_model.parameters()}
-        if ref_model is not None and any(id(p) in own for p in ref_model.parameters()):
-            raise ValueError(
-                "ref_model shares weights with the policy, so it would change along with it: pass None (with adapters "
-                "the reference is the same base with adapters off, else a frozen copy is made), or a model of its own."
-            )
-        object.__setattr__(self, "ref_model", None)
-        if ref_model is None and self.is_peft_model:
-            if not has_reference_adapter(self.pretrained_model) and adapters_change_model(self):
-                add_reference_adapter(self.pretrained_model)
-        elif ref_model is None:
-            ref_model = copy.deepcopy(self.pretrained_model)
-        if ref_model is not None:
-            ref_model.requires_grad_(False).eval()
-            if not getattr(ref_model, "is_quantized", False):
-                ref_model.to(self.device)
         # Kept out of the module tree: it is neither saved nor counted as a part of the policy.
-        object.__setattr__(self, "ref_model", ref_model)
+        object.__setattr__(self, "ref_model", None)
+        object.__setattr__(self, "ref_model", make_reference(self, ref_model))
         warn_of_distant_reference(self)
 
     @contextmanager

@@ -8,9 +8,13 @@ adapter, frozen, beside the one that is trained.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
+from transformers import PreTrainedModel
+
+from rlhf_kit.probes import adapters_change_model
 
 REFERENCE = "reference"  # name of the adapter
 
@@ -18,6 +22,29 @@ REFERENCE = "reference"  # name of the adapter
 def has_reference_adapter(model: nn.Module) -> bool:
     """Whether the model holds an adapter of that name."""
     return isinstance(model, PeftModel) and REFERENCE in model.peft_config
+
+
+def make_reference(model: Any, ref_model: PreTrainedModel | None) -> PreTrainedModel | None:
+    """What an `AutoModelForCausalLMWithValueHead` takes for its reference; see its `create_reference`.
+
+    Returns:
+        A frozen model of its own, or None where the reference lives on the policy's base.
+    """
+    own = {id(p) for p in model.pretrained_model.parameters()}
+    if ref_model is not None and any(id(p) in own for p in ref_model.parameters()):
+        raise ValueError(
+            "ref_model shares weights with the policy, so it would change along with it: pass None (with adapters "
+            "the reference is the same base with adapters off, else a frozen copy is made), or a model of its own."
+        )
+    if ref_model is None and model.is_peft_model:
+        if not has_reference_adapter(model.pretrained_model) and adapters_change_model(model):
+            add_reference_adapter(model.pretrained_model)
+        return None
+    reference = copy.deepcopy(model.pretrained_model) if ref_model is None else ref_model
+    reference.requires_grad_(False).eval()
+    if not getattr(reference, "is_quantized", False):
+        reference.to(model.device)
+    return reference
 
 
 def add_reference_adapter(model: PeftModel) -> None:

@@ -20,6 +20,7 @@ from rlhf_kit.config import PPOConfig
 from rlhf_kit.journal import Journal
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.preparation import refuse_used_folder
+from rlhf_kit.processes import failing_together
 from rlhf_kit.state import PPOState
 from rlhf_kit.training_state import TrainingState, rng_state, write_training_state
 from rlhf_kit.update import Updater
@@ -59,36 +60,39 @@ class Checkpoints:
         self._state.stateful_callbacks = self._journal.callback_states()
         rng_states = gather_object([rng_state()])
         folder = checkpoint_folder(self._output_dir, self._state.iteration)
-        if self._accelerator.is_main_process:
-            with writing(folder) as draft:
-                self._write_model(draft)
-                write_training_state(
-                    draft,
-                    model=self._model,
-                    optimizer=self._updater.optimizer,
-                    state=self._state,
-                    identity=self._identity,
-                    rng_states=rng_states,
-                )
-            if self._args.save_total_limit is not None:
-                drop_oldest(self._output_dir, self._args.save_total_limit)
-        self._accelerator.wait_for_everyone()
+        with failing_together(self._accelerator):
+            if self._accelerator.is_main_process:
+                self._write(folder, rng_states)
         return folder
+
+    def _write(self, folder: Path, rng_states: list[dict[str, Any]]) -> None:
+        with writing(folder) as draft:
+            self._write_model(draft)
+            write_training_state(
+                draft,
+                model=self._model,
+                optimizer=self._updater.optimizer,
+                state=self._state,
+                identity=self._identity,
+                rng_states=rng_states,
+            )
+        if self._args.save_total_limit is not None:
+            drop_oldest(self._output_dir, self._args.save_total_limit)
 
     def load(self, checkpoint: str | Path | bool) -> None:
         """Go on from a checkpoint, or raise before anything has changed."""
         if self._accelerator.is_main_process:
             tidy_up(self._output_dir)
         self._accelerator.wait_for_everyone()
-        folder = find_checkpoint(self._output_dir, checkpoint)
-        verify(folder)
-        saved = TrainingState(folder, self._model, self._identity)
-        own = folder.resolve().parent == self._output_dir.resolve()
-        if not own:
-            refuse_used_folder(self._output_dir)
+        with failing_together(self._accelerator):
+            folder = find_checkpoint(self._output_dir, checkpoint)
+            verify(folder)
+            saved = TrainingState(folder, self._model, self._identity)
+            own = folder.resolve().parent == self._output_dir.resolve()
+            if not own:
+                refuse_used_folder(self._output_dir)
         saved.apply(self._updater.optimizer, self._state, self._accelerator.process_index)
         self._updater.plan_from(self._state.iteration)
-        self._accelerator.wait_for_everyone()  # all have read before anything moves
         if self._accelerator.is_main_process:
             for aside in set_aside_later(folder) if own else ():
                 print(f"Later than {folder.name}, so set aside: {aside}")

@@ -138,6 +138,7 @@ class PPOTrainer:
         Raises:
             ValueError: no train_dataset or no reward_funcs; an output_dir that holds another run; a checkpoint that
                 is damaged or of another run.
+            FileNotFoundError: no checkpoint to resume from.
             RuntimeError: losses or gradients were not finite in three iterations in a row.
         """
         prompts = self._required(self.train_prompts, "train_dataset")
@@ -336,9 +337,9 @@ class PPOTrainer:
         Args:
             output_dir: folder; None = `args.output_dir`.
         """
-        if self.accelerator.is_main_process:
-            self._write_model(Path(output_dir or self.args.output_dir))
-        self.accelerator.wait_for_everyone()
+        with failing_together(self.accelerator):
+            if self.accelerator.is_main_process:
+                self._write_model(Path(output_dir or self.args.output_dir))
 
     def merge_and_save(self, output_dir: str | Path) -> None:
         """Write an ordinary model folder with the adapters merged into the base, the tokenizer and a model card.
@@ -349,11 +350,11 @@ class PPOTrainer:
         Raises:
             ValueError: see `AutoModelForCausalLMWithValueHead.merge_and_save`.
         """
-        if self.accelerator.is_main_process:
-            self.model.merge_and_save(output_dir)
-            self.processing_class.save_pretrained(output_dir)
-            write_model_card(Path(output_dir), self.model, self.args, self.state, merged=True)
-        self.accelerator.wait_for_everyone()
+        with failing_together(self.accelerator):
+            if self.accelerator.is_main_process:
+                self.model.merge_and_save(output_dir)
+                self.processing_class.save_pretrained(output_dir)
+                write_model_card(Path(output_dir), self.model, self.args, self.state, merged=True)
 
     def save_checkpoint(self) -> Path:
         """Write all that is needed to go on from here, as `train` does every `args.save_every` iterations.

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 
@@ -45,3 +46,18 @@ class ValueHead(nn.Module):
                 linear = isinstance(layer, nn.Linear)
                 x = nn.functional.linear(x, layer.weight.float(), layer.bias.float()) if linear else layer(x)
             return x.squeeze(-1)
+
+
+def load_value_head(path: str, kind: str | None) -> ValueHead:
+    """A value head as `save_pretrained` wrote it.
+
+    Raises:
+        ValueError: it is of another kind than asked for; None takes either.
+    """
+    weights = load_file(path)
+    found: Literal["linear", "mlp"] = "mlp" if len(weights) > 2 else "linear"
+    if kind not in (None, found):
+        raise ValueError(f"{path} holds a {found!r} value head, but value_head={kind!r} was asked for.")
+    head = ValueHead(weights["layers.0.weight"].shape[1], found)
+    head.load_state_dict(weights)
+    return head

@@ -117,6 +117,13 @@ def die(folder):
     trainer.train()
 
 
+def long(folder):
+    """Goes on until somebody stops it."""
+    trainer = make_trainer(folder, num_iterations=10_000, eval_every=None, save_every=None)
+    trainer.train()
+    return {"iteration": trainer.state.iteration}
+
+
 def uneven(folder):
     """Five prompts on two processes, completions that end early in one and late in the other."""
     sizes = {"rollout_batch_size": 5, "mini_batch_size": 3, "micro_batch_size": 1, "generation_batch_size": 2}
@@ -125,7 +132,7 @@ def uneven(folder):
     return {"seen": SEEN, "iteration": trainer.state.iteration}
 
 
-MODES = {"train": train, "resume": resume, "fail": fail, "die": die, "uneven": uneven}
+MODES = {"train": train, "resume": resume, "fail": fail, "die": die, "long": long, "uneven": uneven}
 
 if __name__ == "__main__":
     folder, mode = sys.argv[1:]

@@ -190,6 +190,27 @@ def test_layers_are_recomputed_in_the_loss_pass_only(base, folder, tokenizer, co
     assert calls["generate"] <= args.max_completion_length
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_recomputing_changes_no_gradient(base, folder):
+    # kills: gradients that do not pass through recomputed quantised layers
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(folder, peft_config=make_lora("llama"), **BASES[base])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.trainable_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    ids = torch.randint(1, 300, (2, 12), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        logits, _ = model.score(ids, torch.ones_like(ids), completion_length=6, gradient_checkpointing=checkpointing)
+        logits.float().log_softmax(-1)[..., 0].sum().backward()
+        gradients.append({n: p.grad.clone() for n, p in model.trainable_parameters() if "lora" in n})
+    for name, gradient in gradients[0].items():
+        assert gradient.any(), name
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
 # fp16
 
 

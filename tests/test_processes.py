@@ -17,6 +17,7 @@ from run_resumable import make
 from safetensors.torch import load_file
 
 from rlhf_kit import AutoModelForCausalLMWithValueHead, PPOConfig
+from rlhf_kit.checkpoint import list_checkpoints, verify
 from rlhf_kit.processes import failing_together, make_accelerator, passes, shard_base
 
 SCRIPT = Path(__file__).parent / "run_processes.py"
@@ -49,9 +50,19 @@ def one(tmp_path_factory):
     return run(tmp_path_factory.mktemp("one"), "train")[0]
 
 
-@pytest.fixture(scope="module", params=[CPU, FSDP], ids=["replicated", "sharded"])
-def two(request, tmp_path_factory):
-    return run(tmp_path_factory.mktemp("two"), "train", 2, request.param), request.param is FSDP
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("replicated"), "train", 2)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("sharded"), "train", 2, FSDP)
+
+
+@pytest.fixture(params=["replicated", "sharded"])
+def two(request):
+    return request.getfixturevalue(request.param), request.param == "sharded"
 
 
 def largest_difference(one, two):
@@ -88,6 +99,13 @@ def test_sharding_halves_the_base_and_nothing_else(one, two):
         assert max(rank["local"] for rank in ranks) < 0.6 * total
     else:
         assert [(rank["sharded"], rank["local"]) for rank in ranks] == [(0, total)] * 2
+
+
+@pytest.mark.slow
+def test_sharding_changes_no_number(replicated, sharded):
+    # kills: a base that is gathered in another precision or order; other samples
+    assert largest_difference(replicated[0]["final"], sharded[0]["final"]) == 0
+    assert replicated[0]["seen"] == sharded[0]["seen"]
 
 
 @pytest.mark.slow
@@ -144,6 +162,24 @@ def test_a_process_that_dies_ends_all_within_a_minute_with_its_traceback(tmp_pat
     assert time.monotonic() - begin < 60
     assert done.returncode != 0
     assert "MemoryError: out of memory" in done.stderr
+
+
+@pytest.mark.slow
+def test_terminated_launcher_ends_both_after_the_same_iteration_with_a_checkpoint(tmp_path):
+    # kills: processes that stop after different iterations and wait for each other; no checkpoint
+    command = [sys.executable, *TORCHRUN, str(SCRIPT), str(tmp_path), "long"]
+    with subprocess.Popen(
+        command, env={**ENV, **CPU}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as launcher:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not (tmp_path / "run" / "log.jsonl").exists():
+            time.sleep(0.2)
+        launcher.terminate()
+        assert launcher.wait(60) != 0  # torchrun's own answer to SIGTERM
+    (found,) = list_checkpoints(tmp_path / "run")
+    verify(found)
+    ranks = [torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True)["iteration"] for rank in (0, 1)]
+    assert ranks == [int(found.name.split("-")[1])] * 2
 
 
 @pytest.mark.slow
