@@ -145,7 +145,7 @@ def test_a_model_whose_cache_is_wrong_is_refused(monkeypatch):
 
     def forgetful(*args, **kwargs):
         """Every step with a cache forgets where it is."""
-        if kwargs.get("past_key_values") is not None and kwargs["input_ids"].shape[1] == 1:
+        if kwargs["input_ids"].shape[1] == 1:
             kwargs["position_ids"] = torch.zeros_like(kwargs["input_ids"])
         return forward(*args, **kwargs)
 
