@@ -58,9 +58,6 @@ def add_reference_adapter(model: PeftModel) -> None:
         weights = get_peft_model_state_dict(model, adapter_name=active)
         set_peft_model_state_dict(model, weights, adapter_name=REFERENCE)
         model.set_adapter(active)
-    for name, parameter in model.named_parameters():
-        if f".{REFERENCE}." in name or name.endswith(f".{REFERENCE}"):
-            parameter.requires_grad_(False)
 
 
 @contextmanager

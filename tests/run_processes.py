@@ -27,6 +27,10 @@ def reward(prompts, completions, completion_ids):
     return [float(len(text)) for text in completions]
 
 
+def noisy(completions):
+    return [len(text) + float(torch.rand(())) for text in completions]
+
+
 def make_trainer(folder, reward=reward, **overrides):
     return PPOTrainer(
         make_model("llama"),
@@ -86,10 +90,10 @@ def train(folder):
 
 
 def resume(folder):
-    """Four sampled iterations straight, and two, then two in a new trainer."""
-    make_trainer(f"{folder}/straight").train()
-    make_trainer(f"{folder}/broken", num_iterations=2).train()
-    trainer = make_trainer(f"{folder}/broken")
+    """Four sampled iterations straight, and two, then two in a new trainer; the reward draws in each process."""
+    make_trainer(f"{folder}/straight", noisy).train()
+    make_trainer(f"{folder}/broken", noisy, num_iterations=2).train()
+    trainer = make_trainer(f"{folder}/broken", noisy)
     trainer.train(resume_from_checkpoint=True)
     return {"iteration": trainer.state.iteration}
 
@@ -129,7 +133,8 @@ def uneven(folder):
     sizes = {"rollout_batch_size": 5, "mini_batch_size": 3, "micro_batch_size": 1, "generation_batch_size": 2}
     trainer = make_trainer(folder, max_completion_length=12, stop_token_ids=list(range(0, 300, 5)), **sizes)
     trainer.train()
-    return {"seen": SEEN, "iteration": trainer.state.iteration}
+    final = {name: p.detach().clone() for name, p in trainer.model.trainable_parameters()}
+    return {"seen": SEEN, "iteration": trainer.state.iteration, "final": final}
 
 
 MODES = {"train": train, "resume": resume, "fail": fail, "die": die, "long": long, "uneven": uneven}

@@ -1,10 +1,9 @@
 """Plain script that test_resume.py starts, kills and starts again: one small run in its own folder.
 
-python run_resumable.py FOLDER [--resume] [--iterations N] [--stop-after N] [overrides as JSON]
+python run_resumable.py FOLDER [--resume] [--iterations N] [--kill-after N] [--signal N]
 """
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -60,10 +59,9 @@ if __name__ == "__main__":
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--kill-after", type=int, default=-1)
     parser.add_argument("--signal", type=int, default=signal.SIGKILL)
-    parser.add_argument("--overrides", type=json.loads, default={})
     given = parser.parse_args()
     kill = Kill(given.kill_after, given.signal)
-    trainer = make(given.folder, given.iterations, [kill], **given.overrides)
+    trainer = make(given.folder, given.iterations, [kill])
     print("READY", flush=True)
     trainer.train(resume_from_checkpoint=given.resume or None)
     print("DONE", trainer.state.iteration, flush=True)

@@ -130,6 +130,9 @@ def kill_at(monkeypatch, number):
         def step(*args, **kwargs):
             nonlocal count
             count += 1
+            if count == number and original.__name__ == "rmtree":  # dies in the middle of it
+                for path in sorted(Path(args[0]).rglob("*.json"))[:1]:
+                    os.unlink(path)
             if count >= number:
                 raise Killed
             return original(*args, **kwargs)

@@ -493,6 +493,7 @@ def test_trained_rows_of_an_embedding_count_as_trained(settings, trained, rows):
     with model.reference() as reference:
         assert not torch.equal(logits_of(reference), start)
     model.create_reference()
+    assert not any(flag for name, flag in grad_flags(model).items() if ".reference" in name)
     with model.reference() as reference:
         assert torch.equal(logits_of(reference), start)
 
@@ -512,6 +513,7 @@ def test_trained_copies_of_an_embedding_count_as_trained():
     with model.reference() as reference:
         assert not torch.equal(logits_of(reference), start)
     model.create_reference()
+    assert not any(flag for name, flag in grad_flags(model).items() if ".reference" in name)
     with model.reference() as reference:
         assert torch.equal(logits_of(reference), start)
 

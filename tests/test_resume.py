@@ -167,6 +167,16 @@ def test_random_generators_come_back(one_thread):
     assert draw() == first
 
 
+def test_going_back_in_the_same_trainer(tmp_path, one_thread):
+    # kills: moments of the abandoned iterations left in the optimizer; a trainer that can be resumed only when new
+    trainer = make(tmp_path / "run", eval_every=None, save_every=None)
+    trainer.save_checkpoint()
+    trainer.train()
+    first = numbers(tmp_path / "run")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-0"))
+    assert numbers(tmp_path / "run") == first
+
+
 def test_longer_run_with_a_constant_rate_is_exact_and_a_falling_one_warns(tmp_path, one_thread):
     # kills: num_iterations refused, or a changed learning-rate plan not said
     constant = {"lr_scheduler_type": "constant", "eval_every": 3}  # the reward draws in evaluations too
@@ -523,17 +533,23 @@ def start(folder, *arguments):
     return subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    with start(folder) as process:
+        assert process.wait(120) == 0, process.stderr.read()
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_three_iterations_and_three_in_a_new_process(number, tmp_path):
+def test_three_iterations_and_three_in_a_new_process(number, straight, tmp_path):
     # kills: state that lives in the process only
-    straight = start(tmp_path / "straight")
-    assert straight.wait(120) == 0
-    broken = start(tmp_path / "broken", "--kill-after", "4", "--signal", str(int(number)))
-    assert broken.wait(120) == (-number if number == signal.SIGKILL else 0), broken.stderr.read()
-    resumed = start(tmp_path / "broken", "--resume")
-    assert resumed.wait(120) == 0, resumed.stderr.read()
-    assert_same_run(tmp_path / "straight", tmp_path / "broken")
+    with start(tmp_path / "broken", "--kill-after", "4", "--signal", str(int(number))) as broken:
+        assert broken.wait(120) == (-number if number == signal.SIGKILL else 0), broken.stderr.read()
+    with start(tmp_path / "broken", "--resume") as resumed:
+        assert resumed.wait(120) == 0, resumed.stderr.read()
+    assert_same_run(straight, tmp_path / "broken")
 
 
 @pytest.mark.slow
