@@ -34,8 +34,10 @@ def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
         and not getattr(config, "target_parameters", None)
     ):
         config.target_modules = _default_targets(model, layers)
-    if hasattr(config, "fan_in_fan_out") and isinstance(config.target_modules, list | set):
-        config.fan_in_fan_out = any(isinstance(layers.get(name), Conv1D) for name in config.target_modules)
+    if hasattr(config, "fan_in_fan_out"):  # PEFT would set it too, with a warning
+        targets = config.target_modules
+        named = layers if isinstance(targets, str) else {name.rsplit(".", 1)[-1] for name in targets or ()}
+        config.fan_in_fan_out = any(isinstance(layers.get(name), Conv1D) for name in named)
     adapted = get_peft_model(model, config)
     refuse_unmatched_targets(adapted)
     return adapted
@@ -61,7 +63,8 @@ def describe_training(model: Any) -> str:
     if not model.is_peft_model:
         return f"Training {amount}."
     config = model.pretrained_model.active_peft_config
-    names = sorted(model.pretrained_model.base_model.targeted_module_names)
+    tuner = model.pretrained_model.base_model
+    names = sorted([*tuner.targeted_module_names, *getattr(tuner, "targeted_parameter_names", [])])
     kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
     rank = f" r={config.r}" if hasattr(config, "r") else ""
     return f"Training {amount}: {config.peft_type.value}{rank} on {kinds} ({len(names)} layers)."

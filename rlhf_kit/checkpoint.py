@@ -117,7 +117,8 @@ def verify(folder: Path) -> None:
         for name, entry in _read_manifest(folder).items():
             _verify_file(folder, name, entry["size"], entry["sha256"])
     except (ValueError, OSError, KeyError, TypeError) as error:
-        others = [str(path) for path in list_checkpoints(folder.parent) if path != folder]
+        near = [*list_checkpoints(folder), *list_checkpoints(folder.parent)]  # a run's folder may have been meant
+        others = [str(path) for path in near if path != folder]
         hint = f" Others here: {others}." if others else ""
         raise ValueError(f"{str(folder)!r} cannot be resumed from: {error} Nothing was changed.{hint}") from error
 

@@ -87,10 +87,11 @@ def refuse_wrong_padding(model: Any) -> None:
     """Raise `ValueError` if padding before a prompt changes the log-probs of what follows it."""
     ids = torch.arange(1, LENGTH + 1, device=model.device)[None] % model.vocab_size  # (1, S)
     mask = torch.ones_like(ids)
-    padding = torch.zeros_like(ids[:, :3])
+    padding = ids[:, -3:]  # not the pad token, whose embedding may be zero and so hide that it is read
+    hidden = torch.zeros_like(padding)
     with torch.no_grad():
         plain, _ = model.score(ids, mask, completion_length=4)
-        padded, _ = model.score(torch.cat([padding, ids], 1), torch.cat([padding, mask], 1), completion_length=4)
+        padded, _ = model.score(torch.cat([padding, ids], 1), torch.cat([hidden, mask], 1), completion_length=4)
     typical = _typical_difference(plain, padded)
     if not typical < _tolerance(model):
         raise ValueError(

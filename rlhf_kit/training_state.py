@@ -56,7 +56,8 @@ def write_training_state(
     for name, p in model.trainable_parameters():
         tensors |= {f"{key}/{name}": value for key, value in optimizer.state.get(p, {}).items()}
     save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, folder / TENSORS_FILE)
-    _write_json(folder / STATE_FILE, dataclasses.asdict(state))
+    progress = dataclasses.asdict(state)
+    _write_json(folder / STATE_FILE, {name: progress[name] for name in PROGRESS})
     _write_json(folder / RNG_FILE, rng_states)
     _write_json(folder / RUN_FILE, identity)
 
@@ -76,7 +77,7 @@ class TrainingState:
     def __init__(self, folder: Path, model: AutoModelForCausalLMWithValueHead, identity: dict[str, Any]):
         try:
             saved = _read_json(folder / RUN_FILE)
-            self._state = PPOState(**_read_json(folder / STATE_FILE))
+            self._state = _state(_read_json(folder / STATE_FILE))
             self._rng_states = _tried_rng_states(_read_json(folder / RNG_FILE))
             tensors = load_file(folder / TENSORS_FILE)
             differences = compare_runs(saved, identity)
@@ -115,6 +116,14 @@ class TrainingState:
             setattr(state, name, getattr(self._state, name))
         if process_index < len(self._rng_states):
             set_rng_state(self._rng_states[process_index])
+
+
+def _state(progress: dict[str, Any]) -> PPOState:
+    """The rest of a state belongs to the process, or to transformers' version of it."""
+    wrong = set(PROGRESS) ^ set(progress)
+    if wrong:
+        raise KeyError(f"{STATE_FILE} has too little or too much: {sorted(wrong)}")
+    return PPOState(**progress)
 
 
 def _read_json(path: Path) -> Any:

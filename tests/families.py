@@ -84,4 +84,9 @@ REFUSED = {
         {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "context_length": 128},
         "padded on the left",
     ),
-}
+    "recurrent_gemma": (
+        {**S, "intermediate_size": 64, "num_key_value_heads": 1, "head_dim": 8, "lru_width": 32,
+         "attention_window_size": 16, "block_types": ["recurrent", "attention"]},
+        "padded on the left",
+    ),
+}  # fmt: skip

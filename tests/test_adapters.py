@@ -47,12 +47,15 @@ def test_unknown_architecture_gets_all_linear_layers_but_the_head():
     assert names == ["down_proj", "gate_proj", "k_proj", "o_proj", "up_proj", "wq", "wv"]
 
 
+@pytest.mark.parametrize("targets", [None, "all-linear", ["attn.c_attn"], r".*c_attn"])
 @pytest.mark.parametrize(("family", "transposed"), [("gpt2", True), ("llama", False)])
-def test_orientation_of_weights_is_chosen_without_a_warning(family, transposed):
+def test_orientation_of_weights_is_chosen_without_a_warning(family, transposed, targets):
     # kills: PEFT's warning about fan_in_fan_out for every GPT-2 user
+    if family == "llama" and targets not in (None, "all-linear"):
+        targets = ["self_attn.q_proj"]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        model = add_adapters(make_model(family), LoraConfig(task_type="CAUSAL_LM"))
+        model = add_adapters(make_model(family), LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
     assert model.peft_config["default"].fan_in_fan_out is transposed
 
 

@@ -61,6 +61,24 @@ def test_presets_run(preset, tiny_folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_eight_bit_recipe_foretells_its_memory_and_goes_on_where_it_stopped(tiny_folder, tmp_path):
+    # kills: the estimate not printed before loading, int8 not on by default, --resume_from_checkpoint ignored
+    out = tmp_path / "run"
+    command = [sys.executable, ROOT / "recipes" / "eightbit_one_gpu.py", "--model_name_or_path", tiny_folder,
+               "--output_dir", out, *SMALL, "--dtype", "auto", "--save_every", "1"]  # fmt: skip
+    done = run(command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.index("base weights") < done.stdout.index("Training ")
+    assert "GiB at most in use" in done.stdout
+    assert json.loads((out / "ppo_config.json").read_text())["load_in_8bit"]
+    assert run(command).returncode != 0  # the folder holds a run
+    resumed = run([*command, "--num_iterations", "3", "--resume_from_checkpoint", "last"])
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "checkpoint-2, 2 of 3 iterations done" in resumed.stdout
+    assert [line["iteration"] for line in log_of(out) if "score" in line] == [1, 2, 3]
+
+
+@pytest.mark.slow
 def test_accelerate_launch_runs_the_recipe_in_full_fine_tuning(tiny_folder, tmp_path):
     # kills: the recipe needing a terminal, --lora_r 0 ignored
     out = tmp_path / "run"

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -16,13 +15,14 @@ import pytest
 import torch
 from conftest import TEXTS, make_lora, make_model, make_tokenizer
 from peft import get_peft_model
+from run_kills import SETTINGS
 from run_resumable import Kill, make, noisy_length
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from rlhf_kit import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-from rlhf_kit.checkpoint import _write_manifest, list_checkpoints, verify
+from rlhf_kit.checkpoint import _write_manifest, list_checkpoints
 from rlhf_kit.signals import StopSignals
 from rlhf_kit.training_state import rng_state, set_rng_state
 
@@ -355,6 +355,7 @@ def strange_moment(tensors):
 
 FORGERIES = {
     "unknown state": (edit_json("trainer_state.json", "surprise", 1), "surprise"),
+    "no state": (lambda folder: (folder / "trainer_state.json").write_text("{}"), "too little.*kl_coef"),
     "statistics": (edit_json("trainer_state.json", "score_moments", {"count": 1, "no": 2}), "no checkpoint that"),
     "no config": (edit_json("run.json", "config", None), "no checkpoint that"),
     "no tensors": (lambda folder: (folder / "training_state.safetensors").write_bytes(b"x" * 8), "no checkpoint that"),
@@ -385,6 +386,7 @@ def test_foreign_folders_are_refused(tmp_path):
     trainer.save_model(tmp_path / "model")
     assert_refused(trainer, tmp_path, "not a checkpoint of rlhf_kit", checkpoint=str(tmp_path / "model"))
     assert_refused(trainer, tmp_path, "no such folder", checkpoint=str(tmp_path / "nowhere"))
+    assert_refused(trainer, tmp_path, r"Others here: .*run/checkpoint-2", checkpoint=str(tmp_path / "run"))
     assert_refused(make(tmp_path / "empty"), tmp_path, "holds no checkpoint", error=FileNotFoundError)
 
 
@@ -555,36 +557,13 @@ def test_three_iterations_and_three_in_a_new_process(number, straight, tmp_path)
 @pytest.mark.slow
 def test_sixty_kills_at_random_moments(tmp_path, one_thread):
     # kills: a checkpoint put in place before it is whole, a log that cannot be read after a kill
-    iterations, kills, latest = 400, 60, -1
-    settings = {"save_every": 1, "eval_every": None, "lr_scheduler_type": "constant"}
-    draw = random.Random(0)
-    moments = []
-    for kill in range(kills + 1):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                found = bool(list_checkpoints(tmp_path / "run"))
-                if not found and (tmp_path / "run").exists():
-                    os.rename(tmp_path / "run", tmp_path / f"lost-{kill}")  # killed before the first checkpoint
-                last = latest + 5 if kill == kills else iterations
-                trainer = make(tmp_path / "run", last, **settings)
-                trainer.train(resume_from_checkpoint=found or None)
-                code = 0
-            finally:
-                os._exit(code)
-        if kill < kills:
-            time.sleep(draw.uniform(0.3, 1.5))
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if kill < kills else 0)
-        found = list_checkpoints(tmp_path / "run")
-        for path in found:
-            verify(path)
-        now = int(found[-1].name.split("-")[1]) if found else -1
-        assert now >= latest
-        moments.append(now)
-        latest = now
-    assert len(set(moments)) > kills // 3  # they did fall into different iterations
-    make(tmp_path / "straight", latest, **settings).train()
-    assert_same_run(tmp_path / "straight", tmp_path / "run", latest)
+    kills = 60
+    command = [sys.executable, SCRIPT.with_name("run_kills.py"), tmp_path / "run", str(kills)]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    moments = json.loads(done.stdout.splitlines()[-1])
+    assert len(moments) == kills + 1
+    assert moments == sorted(moments)  # nothing that was saved is lost
+    assert len(set(moments)) > kills // 3  # the kills did fall into different iterations
+    make(tmp_path / "straight", moments[-1], **SETTINGS).train()
+    assert_same_run(tmp_path / "straight", tmp_path / "run", moments[-1])
