@@ -64,7 +64,7 @@ def describe_training(model: Any) -> str:
         return f"Training {amount}."
     config = model.pretrained_model.active_peft_config
     tuner = model.pretrained_model.base_model
-    names = sorted([*tuner.targeted_module_names, *getattr(tuner, "targeted_parameter_names", [])])
+    names = sorted(tuner.targeted_module_names or getattr(tuner, "targeted_parameter_names", []))
     kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
     rank = f" r={config.r}" if hasattr(config, "r") else ""
     return f"Training {amount}: {config.peft_type.value}{rank} on {kinds} ({len(names)} layers)."

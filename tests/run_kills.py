@@ -10,11 +10,13 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import torch
 from run_resumable import make
+from tqdm import tqdm
 
 from rlhf_kit.checkpoint import list_checkpoints, verify
 
@@ -36,6 +38,7 @@ def train(folder, iterations):
 
 def main(folder, kills):
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own is shared with forks, and a killed one may hold it for ever
     draw, moments, latest = random.Random(0), [], -1
     for kill in range(kills + 1):
         child = os.fork()
