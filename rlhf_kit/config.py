@@ -214,7 +214,8 @@ class PPOConfig:
                 expected = describe(hints[f.name])
                 raise TypeError(f"{f.name} must be {expected}, got {value!r} of type {type(value).__name__}.")
             if hints[f.name] in (float, float | None) and value is not None:
-                setattr(self, f.name, float(value) if not abs(value) > sys.float_info.max else math.inf)
+                fits = not abs(value) > sys.float_info.max  # an integer may be larger than any float
+                setattr(self, f.name, float(value) if fits else math.inf if value > 0 else -math.inf)
 
     def _check_ranges(self) -> None:
         at_least_1 = [
