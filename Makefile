@@ -4,6 +4,8 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+# One worker per core, one thread each: small models gain nothing from a second thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: demo cartpole benchmark-cartpole test test-all check clean
 
@@ -41,10 +43,10 @@ benchmark-cartpole: $(VENV)/.installed-cartpole .venv-sb3/.installed  ## Ours be
 	$(BIN)/python benchmarks/cartpole.py $(ARGS)
 
 test: $(VENV)/.installed-dev  ## The fast tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: $(VENV)/.installed-dev  ## Fast and slow tests
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 check: $(VENV)/.installed-dev  ## Format, lint and types
 	$(BIN)/ruff format --check .

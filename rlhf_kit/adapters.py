@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
 from torch import nn
 from transformers import PreTrainedModel
@@ -62,12 +63,25 @@ def describe_training(model: Any) -> str:
     amount = f"{trained:,} of {total:,} parameters ({trained / total:.2%}) and the {model.v_head.kind} value head"
     if not model.is_peft_model:
         return f"Training {amount}."
+    if model.critic == "adapter":
+        amount += " on an adapter of its own"
     config = model.pretrained_model.active_peft_config
-    tuner = model.pretrained_model.base_model
-    names = sorted(tuner.targeted_module_names or getattr(tuner, "targeted_parameter_names", []))
+    names = _adapted_layers(model.pretrained_model)
     kinds = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
     rank = f" r={config.r}" if hasattr(config, "r") else ""
     return f"Training {amount}: {config.peft_type.value}{rank} on {kinds} ({len(names)} layers)."
+
+
+def _adapted_layers(model: PeftModel) -> list[str]:
+    """Names of the layers that the active adapter is on, or of the parameters where it is on single ones."""
+    active = model.active_adapter
+    names = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, BaseTunerLayer)
+        and any(active in getattr(layer, kind) for kind in layer.adapter_layer_names)
+    ]
+    return sorted(names or getattr(model.base_model, "targeted_parameter_names", []))
 
 
 def _numel(parameter: nn.Parameter) -> int:

@@ -110,7 +110,9 @@ def _replace_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def _append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        file.writelines(
+            json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n" for row in rows
+        )
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

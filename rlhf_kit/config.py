@@ -95,7 +95,7 @@ class PPOConfig:
         metadata=_help("Peak rate of policy weights. LoRA likes 1e-4 to 1e-3, full fine-tuning 1e-6 to 1e-5."),
     )
     value_learning_rate: float | None = field(
-        default=None, metadata=_help("Peak rate of the value head. None = learning_rate.")
+        default=None, metadata=_help("Peak rate of the critic: its head, and its adapter. None = learning_rate.")
     )
     lr_scheduler_type: str = field(
         default="linear",
@@ -157,6 +157,10 @@ class PPOConfig:
     # The model, when given by name
     value_head: Literal["linear", "mlp"] = field(
         default="linear", metadata=_help("linear: d to 1. mlp: d to 4d, ReLU, to 1.")
+    )
+    critic: Literal["shared", "adapter"] = field(
+        default="shared",
+        metadata=_help("shared: the value head reads the policy's trunk. adapter: a second adapter on the same base."),
     )
     load_in_8bit: bool = field(default=False, metadata=_help("Load the frozen base in int8 (bitsandbytes)."))
     load_in_4bit: bool = field(default=False, metadata=_help("Load the frozen base in 4 bits, NF4 (bitsandbytes)."))

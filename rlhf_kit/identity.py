@@ -1,6 +1,5 @@
 """What a run is, so that a checkpoint of another one is not taken for its own."""
 
-import hashlib
 import json
 import warnings
 from dataclasses import asdict
@@ -11,11 +10,10 @@ import peft
 import torch
 import transformers
 from accelerate import Accelerator
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rlhf_kit.config import PPOConfig
 from rlhf_kit.data import PromptDataset
+from rlhf_kit.fingerprint import digest, weights_digest
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.rewards import RewardFunctions
 
@@ -25,7 +23,6 @@ FREE = {"output_dir", "log_every", "eval_every", "save_every", "save_total_limit
 ROUNDING = {"micro_batch_size", "generation_batch_size", "gradient_checkpointing"}
 FALLING = ("linear", "cosine")  # schedules that depend on num_iterations
 NOT_COMPARED = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
-SAMPLES = 64  # elements of each tensor that enter a fingerprint
 
 
 def run_identity(
@@ -41,7 +38,7 @@ def run_identity(
         args: the config.
         model: its adapters' settings, and a fingerprint of its frozen weights.
         prompts: of the training, None in a loop of the user's own.
-        rewards: their names. Their code cannot be compared.
+        rewards: their names, and fingerprints of models. The code of functions cannot be compared.
         accelerator: number of processes.
     """
     adapters = model.pretrained_model.peft_config if model.is_peft_model else {}
@@ -50,8 +47,9 @@ def run_identity(
         "config": _plain(asdict(args)),
         "adapters": {name: _plain(config.to_dict()) for name, config in adapters.items()},
         "frozen weights": _weights_fingerprint(model),
-        "training prompts": prompts and _digest(json.dumps(prompts.prompt_ids)),
+        "training prompts": prompts and digest(json.dumps(prompts.prompt_ids)),
         "reward functions": rewards.names if rewards else [],
+        "reward models": rewards.fingerprints() if rewards else {},
         "number of processes": accelerator.num_processes,
         "versions": versions | {"device": model.device.type},
     }
@@ -72,7 +70,7 @@ def compare_runs(saved: dict[str, Any], now: dict[str, Any]) -> tuple[list[str],
     if longer and own_config["lr_scheduler_type"] in FALLING:
         soft.append(f"{longer}, and the learning rate falls to 0 at that iteration")
     hard = [lines[name] for name in sorted(lines)] + _adapter_differences(saved["adapters"], now["adapters"])
-    for part in ("frozen weights", "training prompts"):
+    for part in ("frozen weights", "training prompts", "reward models"):
         if saved[part] != now[part]:
             hard.append(f"{part}: not those of the checkpoint")
     for part, differences in (("reward functions", hard), ("number of processes", soft), ("versions", soft)):
@@ -109,22 +107,7 @@ def _weights_fingerprint(model: AutoModelForCausalLMWithValueHead) -> str:
     named = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     if model.ref_model is not None:
         named += [(f"reference {name}", p) for name, p in model.ref_model.named_parameters()]
-    parts = []
-    for name, p in named:
-        flat = _whole(p.detach()).flatten()
-        count = min(SAMPLES, len(flat))
-        places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)  # first to last
-        parts.append(f"{name} {tuple(p.shape)} {p.dtype} {flat[places].float().tolist()}")
-    return _digest("\n".join(parts))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A tensor that is sharded over processes (FSDP2) in full."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return weights_digest(named)
 
 
 def _plain(value: Any) -> Any:

@@ -94,7 +94,7 @@ def estimate_memory(
         causal_lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
         base = _weight_bytes(causal_lm, args)
         policy = AutoModelForCausalLMWithValueHead.from_pretrained(
-            causal_lm, peft_config=peft_config, value_head=args.value_head
+            causal_lm, peft_config=peft_config, value_head=args.value_head, critic=args.critic
         )
     head = sum(p.numel() * 4 for p in policy.v_head.parameters())
     trained = sum(p.numel() * 4 for _, p in policy.trainable_parameters())

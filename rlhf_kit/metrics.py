@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from rlhf_kit.functional import explained_variance, masked_mean, masked_sum, masked_var
-from rlhf_kit.rollout import Rollout, Targets
+from rlhf_kit.rollout import Rollout
+from rlhf_kit.targets import Targets
 
 OTHER_PROMPTS = "eval_other_prompts"  # marks an evaluation on prompts that are not the run's own
 
@@ -33,6 +36,8 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         if given.any():
             metrics[f"reward/{name}"] = masked_mean(rewards, given)
             metrics[f"reward/{name}_std"] = masked_var(rewards, given).sqrt()
+    for name, values in rollout.logged_metrics.items():
+        metrics[f"logged/{name}"] = masked_mean(values, ~values.isnan())
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -55,7 +60,7 @@ def target_metrics(rollout: Rollout, targets: Targets) -> dict[str, float]:
 
 
 def completion_rows(rollout: Rollout, count: int, **labels: Any) -> list[dict[str, Any]]:
-    """The first completions as table rows: the text beside its raw score and its distance to the reference.
+    """The first completions as table rows: text, raw score, what each reward function said, distance to the reference.
 
     Args:
         rollout: of all processes.
@@ -72,6 +77,13 @@ def completion_rows(rollout: Rollout, count: int, **labels: Any) -> list[dict[st
             "ref_kl": float(ref_kl[i]),
             "length": int(rollout.completion_mask[i].sum()),
             "ended": bool(rollout.ended[i]),
+            **{f"reward/{name}": _or_none(rewards[i]) for name, rewards in rollout.rewards_by_function.items()},
+            **{f"logged/{name}": values[i] for name, values in rollout.logged_columns.items()},
         }
         for i in range(min(count, len(rollout)))
     ]
+
+
+def _or_none(reward: Tensor) -> float | None:
+    """A reward as a function gave it."""
+    return None if reward.isnan() else float(reward)

@@ -3,6 +3,7 @@
     policy     base + adapters                                    trained
     reference  the same base, adapters switched off               no weights of its own
     critic     a value head on the policy's last hidden state     trained
+               or, with critic="adapter", on an adapter of its own
 
 Where training starts from a trained adapter, the reference is a frozen copy of that adapter (see
 `rlhf_kit.reference`). Without adapters (full fine-tuning) nothing can be switched off: the reference is then a frozen
@@ -17,7 +18,6 @@ Where things sit in a batch (P = longest prompt, T = longest completion, . = pad
     score, rewards             a b c eos .          belong to the token that was chosen there: (B, T)
 """
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from rlhf_kit.adapters import add_adapters, check_peft_config
+from rlhf_kit.critic import SavedCritic, give_critic
 from rlhf_kit.loading import (
-    find_file,
     load_causal_lm,
     refuse_loading_settings,
 )
@@ -38,15 +38,17 @@ from rlhf_kit.packaged import resolve_model
 from rlhf_kit.probes import refuse_other_generation, refuse_wrong_padding, warn_of_distant_reference
 from rlhf_kit.quantized import adjust_quantized_layers
 from rlhf_kit.reference import make_reference, reference_adapter
-from rlhf_kit.saving import VALUE_HEAD_FILE, merged_model, save_folder
+from rlhf_kit.roles import CRITIC, refuse_role_names, using_adapter
+from rlhf_kit.saving import merged_model, save_folder, upload_folder
 from rlhf_kit.scoring import (
     checkpointed_layers,
     completion_outputs,
+    hidden_states,
     lm_head_input,
     position_ids,
     without_dropout,
 )
-from rlhf_kit.value_head import ValueHead, load_value_head
+from rlhf_kit.value_head import ValueHead
 
 
 class AutoModelForCausalLMWithValueHead(nn.Module):
@@ -56,17 +58,23 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         pretrained_model: the `PreTrainedModel` or, with adapters, the `PeftModel` around it.
         v_head: `ValueHead`.
         is_peft_model: whether adapters exist, and so whether policy and reference share one base.
+        critic: "shared" or "adapter".
         ref_model: the frozen reference where it needs weights of its own, else None.
 
     Args:
         pretrained_model: a causal LM, with or without adapters. It is used as it is, not copied.
         value_head: "linear" or "mlp".
+        critic: "shared" = the value head reads what the policy's LM head reads; "adapter" = it reads the base through
+            a second adapter, so that policy and values share no trained weight.
 
     Raises:
-        ValueError: adapters that cannot be switched off exactly (prompt learning, trained biases).
+        ValueError: adapters that cannot be switched off exactly (prompt learning, trained biases), or a critic of its
+            own without adapters.
     """
 
-    def __init__(self, pretrained_model: PreTrainedModel | PeftModel, *, value_head: str = "linear"):
+    def __init__(
+        self, pretrained_model: PreTrainedModel | PeftModel, *, value_head: str = "linear", critic: str = "shared"
+    ):
         super().__init__()
         if not isinstance(pretrained_model, PreTrainedModel | PeftModel):
             raise TypeError(
@@ -76,6 +84,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         if self.is_peft_model:
             for name, config in pretrained_model.peft_config.items():
                 check_peft_config(config, name)
+            refuse_role_names(pretrained_model.active_adapter)
         self.pretrained_model = pretrained_model
         if self.config.is_encoder_decoder:
             raise ValueError(f"{type(self.causal_lm).__name__} is an encoder-decoder; only causal LMs are supported.")
@@ -85,6 +94,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         adjust_quantized_layers(self.causal_lm)
         hidden_size = getattr(lm_head, "in_features", lm_head.weight.shape[-1])
         self.v_head = ValueHead(hidden_size, value_head).to(lm_head.weight.device)
+        self.critic = critic
+        give_critic(self)
         self.ref_model: PreTrainedModel | None = None
         self.is_sharded = False  # set by rlhf_kit.processes.shard_base
 
@@ -95,6 +106,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         *,
         peft_config: PeftConfig | None = None,
         value_head: str | None = None,
+        critic: str | None = None,
         load_in_8bit: bool = False,
         load_in_4bit: bool = False,
         is_trainable: bool = True,
@@ -107,6 +119,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 `packaged:smollm2`, or a loaded model. A loaded model is used in place.
             peft_config: adapters to add to a model that has none. None = as loaded.
             value_head: "linear" or "mlp". None = as saved in the folder, else "linear".
+            critic: "shared" or "adapter". None = as saved in the folder, else "shared".
             load_in_8bit: load the base in int8 (bitsandbytes).
             load_in_4bit: load the base in NF4 (bitsandbytes).
             is_trainable: whether a saved adapter is loaded to be trained on.
@@ -117,7 +130,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
 
         Raises:
             ValueError: settings for loading with a model that is loaded; peft_config with a model that has adapters;
-                both precisions at once; a saved value head of another kind than asked for.
+                both precisions at once; a saved critic of another kind than asked for.
             OSError: the model cannot be found.
         """
         name = resolve_model(str(pretrained_model)) if isinstance(pretrained_model, str | Path) else None
@@ -135,12 +148,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                     "peft_config to go on training them, or call merge_and_unload() on the model first."
                 )
             model = add_adapters(model, peft_config)
-        saved = None if name is None else find_file(name, VALUE_HEAD_FILE, **kwargs)
-        if saved is None:
-            return cls(model, value_head=value_head or "linear").eval()
-        head = load_value_head(saved, value_head)
-        wrapped = cls(model, value_head=head.kind)
-        wrapped.v_head.load_state_dict(head.state_dict())
+        saved = SavedCritic.find(name, value_head=value_head, critic=critic, **kwargs)
+        wrapped = cls(model, value_head=saved.value_head, critic=saved.critic)
+        saved.load_into(wrapped)
         return wrapped.eval()
 
     # The parts
@@ -235,6 +245,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             (lm_logits (B, S, V) float32, loss () or None, value (B, S) float32).
         """
         continues = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
+        if continues and self.critic == "adapter":
+            raise ValueError("the cache belongs to the policy: pass whole sequences to a model with a critic adapter.")
         if attention_mask is None and not continues:
             attention_mask = torch.ones_like(input_ids)
         if "position_ids" not in kwargs and attention_mask is not None:
@@ -242,7 +254,10 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             kwargs |= {name: ids[:, -input_ids.shape[1] :] for name, ids in positions.items()}
         with lm_head_input(self.causal_lm) as captured:
             output = self.pretrained_model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
-        return output.logits.float(), output.loss, self.v_head(captured[0])
+        hidden = captured[0]
+        if self.critic == "adapter":
+            hidden = self._critic_hidden_states(input_ids, attention_mask)
+        return output.logits.float(), output.loss, self.v_head(hidden)
 
     def score(
         self,
@@ -264,11 +279,23 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             (logits (B, T, V), values (B, T) float32): entry t belongs to the choice of completion token t, so both
             come from the position before it.
         """
-        with without_dropout(self), checkpointed_layers(self.causal_lm, gradient_checkpointing):
-            logits, hidden = completion_outputs(
-                self.pretrained_model, self.causal_lm, input_ids, attention_mask, completion_length
-            )
+        with without_dropout(self):
+            with checkpointed_layers(self.causal_lm, gradient_checkpointing):
+                logits, hidden = completion_outputs(
+                    self.pretrained_model, self.causal_lm, input_ids, attention_mask, completion_length
+                )
+            if self.critic == "adapter":
+                hidden = self._critic_hidden_states(input_ids, attention_mask, gradient_checkpointing)
+                hidden = hidden[:, -completion_length - 1 : -1]
             return logits, self.v_head(hidden)
+
+    def _critic_hidden_states(
+        self, input_ids: Tensor, attention_mask: Tensor, gradient_checkpointing: bool = False
+    ) -> Tensor:
+        """What the critic's own adapter makes of every position, (B, S, d)."""
+        checkpointed = checkpointed_layers(self.causal_lm, gradient_checkpointing, adapter=CRITIC)
+        with using_adapter(self.pretrained_model, CRITIC), checkpointed:
+            return hidden_states(self.pretrained_model, self.causal_lm, input_ids, attention_mask)
 
     @torch.no_grad()
     def score_reference(self, input_ids: Tensor, attention_mask: Tensor, *, completion_length: int) -> Tensor:
@@ -326,10 +353,4 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         Returns:
             huggingface_hub's `CommitInfo`.
         """
-        from huggingface_hub import HfApi
-
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
+        return upload_folder(self, repo_id, private=private, token=token, **kwargs)

@@ -19,7 +19,8 @@ from rlhf_kit.functional import (
     token_logprobs,
 )
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
-from rlhf_kit.rollout import Rollout, Targets, trimmed_inputs
+from rlhf_kit.rollout import Rollout, trimmed_inputs
+from rlhf_kit.targets import Targets
 
 
 def ppo_loss(

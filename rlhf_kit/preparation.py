@@ -1,14 +1,15 @@
 """Building the parts of a trainer from what the user gave, and refusing what cannot work."""
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
-from peft import PeftConfig
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from peft import PeftConfig, PeftModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_kit.callbacks import LOG_FILE
 from rlhf_kit.checkpoint import list_checkpoints
@@ -18,6 +19,7 @@ from rlhf_kit.loading import max_positions
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.packaged import resolve_model
 from rlhf_kit.processes import shard_base, sharding_is_wanted
+from rlhf_kit.reward_models import load_reward_model
 from rlhf_kit.rewards import RewardFunctions
 from rlhf_kit.saving import VALUE_HEAD_FILE
 from rlhf_kit.scoring import checkpointable_layers
@@ -90,11 +92,16 @@ def build_model(
                 f"the model has a {model.v_head.kind!r} value head, but args.value_head={args.value_head!r}: set "
                 f"PPOConfig(value_head={model.v_head.kind!r})."
             )
+        if model.critic != args.critic:
+            raise ValueError(
+                f"the model has a {model.critic!r} critic, but args.critic={args.critic!r}: set "
+                f"PPOConfig(critic={model.critic!r})."
+            )
     else:
         if isinstance(model, str | Path) and any((args.load_in_8bit, args.load_in_4bit)):
             loading["device_map"] = {"": accelerator.device}
         model = AutoModelForCausalLMWithValueHead.from_pretrained(
-            model, peft_config=peft_config, value_head=args.value_head, **loading
+            model, peft_config=peft_config, value_head=args.value_head, critic=args.critic, **loading
         )
     _refuse_untrainable(model)
     if args.gradient_checkpointing:
@@ -167,12 +174,37 @@ def make_prompts(
     )
 
 
-def make_rewards(funcs: Any, args: PPOConfig, *prompts: PromptDataset | None) -> RewardFunctions | None:
-    """The reward functions, checked against the columns of the prompts; None without functions."""
-    if funcs is None:
+def make_rewards(
+    sources: Any,
+    args: PPOConfig,
+    model: AutoModelForCausalLMWithValueHead,
+    accelerator: Accelerator,
+    *,
+    stop_token_ids: list[int],
+    prompts: Sequence[PromptDataset | None],
+) -> RewardFunctions | None:
+    """The reward functions, models among them loaded, checked against the columns of the prompts.
+
+    Returns:
+        None without any.
+    """
+    if sources is None:
         if args.reward_weights is not None:
             raise ValueError(f"reward_weights={args.reward_weights} needs reward_funcs.")
         return None
+    funcs = [
+        load_reward_model(
+            source,
+            model,
+            stop_token_ids=stop_token_ids,
+            batch_size=args.micro_batch_size,
+            device=accelerator.device,
+            autocast=accelerator.autocast,
+        )
+        if isinstance(source, str | Path | PreTrainedModel | PeftModel)
+        else source
+        for source in (sources if isinstance(sources, list | tuple) else [sources])
+    ]
     rewards = RewardFunctions(funcs, weights=args.reward_weights)
     for dataset in prompts:
         if dataset is not None:

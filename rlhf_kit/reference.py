@@ -1,4 +1,4 @@
-"""The reference as a frozen second adapter on the same base, for training that starts from a trained adapter.
+"""What policy and critic are compared to: the base with adapters off, a frozen adapter, or a frozen model.
 
 Fresh adapters change nothing, so with them the reference is the base with adapters switched off. A trained adapter
 (from supervised fine-tuning, say) does change the model, and the reference must be what training starts from: that
@@ -10,18 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from torch import nn
+from peft import PeftModel
 from transformers import PreTrainedModel
 
 from rlhf_kit.probes import adapters_change_model
-
-REFERENCE = "reference"  # name of the adapter
-
-
-def has_reference_adapter(model: nn.Module) -> bool:
-    """Whether the model holds an adapter of that name."""
-    return isinstance(model, PeftModel) and REFERENCE in model.peft_config
+from rlhf_kit.roles import REFERENCE, copy_of_active, flags_kept, has_adapter, using_adapter
 
 
 def make_reference(model: Any, ref_model: PreTrainedModel | None) -> PreTrainedModel | None:
@@ -37,8 +30,8 @@ def make_reference(model: Any, ref_model: PreTrainedModel | None) -> PreTrainedM
             "the reference is the same base with adapters off, else a frozen copy is made), or a model of its own."
         )
     if ref_model is None and model.is_peft_model:
-        if not has_reference_adapter(model.pretrained_model) and adapters_change_model(model):
-            add_reference_adapter(model.pretrained_model)
+        if not has_adapter(model.pretrained_model, REFERENCE) and adapters_change_model(model):
+            copy_of_active(model.pretrained_model, REFERENCE)
         return None
     reference = copy.deepcopy(model.pretrained_model) if ref_model is None else ref_model
     reference.requires_grad_(False).eval()
@@ -47,41 +40,12 @@ def make_reference(model: Any, ref_model: PreTrainedModel | None) -> PreTrainedM
     return reference
 
 
-def add_reference_adapter(model: PeftModel) -> None:
-    """Copy the active adapter into a frozen one named "reference"; the active one stays active and as it was."""
-    active = model.active_adapter
-    config = copy.deepcopy(model.peft_config[active])
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # other choices change the base, and these weights are overwritten anyway
-    with _flags_kept(model):
-        model.add_adapter(REFERENCE, config)
-        weights = get_peft_model_state_dict(model, adapter_name=active)
-        set_peft_model_state_dict(model, weights, adapter_name=REFERENCE)
-        model.set_adapter(active)
-
-
 @contextmanager
 def reference_adapter(model: PeftModel) -> Iterator[None]:
     """Inside the `with` block the reference speaks: its own adapter, or the base with all adapters switched off."""
-    active = model.active_adapter
-    with _flags_kept(model):
-        if not has_reference_adapter(model):
-            with model.disable_adapter():
-                yield
-            return
-        try:
-            model.set_adapter(REFERENCE, inference_mode=True)
+    if has_adapter(model, REFERENCE):
+        with using_adapter(model, REFERENCE):
             yield
-        finally:
-            model.set_adapter(active)
-
-
-@contextmanager
-def _flags_kept(model: PeftModel) -> Iterator[None]:
-    """PEFT makes every adapter that it activates trainable, also one that was frozen: each flag is set back."""
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+    else:
+        with flags_kept(model), model.disable_adapter():
+            yield

@@ -1,12 +1,15 @@
-"""Reward functions: calling them with TRL's signature, checking what comes back, weighting it into one score.
+"""Reward functions: calling them with TRL's signature, and weighting what they say into one score.
 
-    def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
+    def reward(prompts, completions, completion_ids, **columns) -> list[float | list[float] | None]
 
 `prompts` and `completions` are what a reader would see: no padding, no special tokens, no prompt in the completion; a
 chat prompt gets its completion as [{"role": "assistant", "content": text}]. `completion_ids` are the sampled ids, end
-token included. `columns` are the dataset's other columns, row-aligned, and `trainer_state`. A function without
-`**kwargs` gets only the arguments it names. None means "not applicable to this completion". Functions may be async:
-they then run concurrently.
+token included. `columns` are the dataset's other columns, row-aligned. There are also `prompt_ids`, `trainer_state`,
+and TRL's `log_extra(column, values)` and `log_metric(name, value)`. A function without `**kwargs` gets only what it
+names. Functions may be async: they then run concurrently.
+
+For each completion a function returns one number, or one number per token of `completion_ids`, or None for "not
+applicable". Numbers per token stay at their tokens; the score of such a completion is their sum.
 """
 
 import asyncio
@@ -14,6 +17,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from threading import Thread
@@ -22,11 +26,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf_kit.reward_output import Samples, checked_output, refuse_huge, refuse_silence
+
 RewardFunc = Callable[..., Any]
 
 CHAT_HINT = " Prompts are chats, so each completion is a list of messages: its text is completion[0]['content']."
-MAX_REWARD = 1e18  # losses square it, in float32
-ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state")
+ALWAYS_GIVEN = ("prompts", "completions", "prompt_ids", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What was said of B completions; T = tokens of the longest.
+
+    Attributes:
+        scores: (B,) float32, weighted sum over the functions, numbers per token included.
+        token_rewards: (B, T) float32, weighted sum of the numbers given per token, 0 elsewhere; None = there are none.
+        by_function: name -> (B,) float32, unweighted, summed over tokens, NaN = not applicable.
+        columns: column of the completions table -> B values, from `log_extra`.
+        metrics: name -> mean of what `log_metric` was given.
+    """
+
+    scores: Tensor
+    token_rewards: Tensor | None = None
+    by_function: dict[str, Tensor] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Notes:
+    """What the functions log besides their rewards, during one call.
+
+    Args:
+        batch_size: B.
+    """
+
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
+        self.columns: dict[str, list[Any]] = {}
+        self._values: dict[str, list[float]] = {}
+
+    def functions(self, name: str) -> dict[str, Callable[..., None]]:
+        """`log_extra` and `log_metric` for one reward function."""
+
+        def log_extra(column: str, values: list[Any]) -> None:
+            if len(values) != self._batch_size:
+                raise ValueError(
+                    f"log_extra({column!r}, ...) got {len(values)} values for {self._batch_size} completions."
+                )
+            self.columns[f"{name}/{column}" if column in self.columns else column] = list(values)
+
+        def log_metric(metric: str, value: float) -> None:
+            self._values.setdefault(metric, []).append(float(value))
+
+        return {"log_extra": log_extra, "log_metric": log_metric}
+
+    def metrics(self) -> dict[str, float]:
+        """Means of the values of each name."""
+        return {name: sum(values) / len(values) for name, values in self._values.items()}
 
 
 class RewardFunctions:
@@ -60,7 +116,7 @@ class RewardFunctions:
             if isinstance(func, nn.Module) or not callable(func):
                 raise TypeError(
                     f"reward_funcs[{i}] must be a function (prompts, completions, completion_ids, **columns) -> list "
-                    f"of floats, got {type(func).__name__}. Wrap a reward model in such a function."
+                    f"of floats, got {type(func).__name__}."
                 )
         if weights is not None and len(weights) != len(self._funcs):
             raise ValueError(
@@ -72,6 +128,8 @@ class RewardFunctions:
         self._weights = torch.tensor(weights, dtype=torch.float32)
         self.names = _unique([_name(func) for func in self._funcs])
         self._parameters = [_named_parameters(func) for func in self._funcs]
+        # What passes through the model comes first: no process may miss such a pass because a function failed in it.
+        self._order = sorted(range(len(self._funcs)), key=lambda i: not hasattr(self._funcs[i], "fingerprint"))
         self._loop: asyncio.AbstractEventLoop | None = None
         if column_names is not None:
             self.check_arguments(column_names)
@@ -81,70 +139,77 @@ class RewardFunctions:
         *,
         prompts: list[Any],
         completions: list[Any],
+        prompt_ids: list[list[int]],
         completion_ids: list[list[int]],
         columns: dict[str, list[Any]],
         trainer_state: Any = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> Rewards:
         """Score completions.
 
         Args:
             prompts: B prompts as in the dataset.
             completions: B texts, or B one-message lists for chats.
-            completion_ids: B lists of ids.
+            prompt_ids, completion_ids: B lists of ids.
             columns: other dataset columns, each with B values.
             trainer_state: passed on to the functions.
 
         Returns:
-            (scores (B,) float32 = weighted sum over the functions, {name: (B,) float32, NaN where it said None}).
+            `Rewards`.
 
         Raises:
-            TypeError: a function returned something else than one number per completion.
+            TypeError: a function returned something else than one number, one number per token or None for each
+                completion.
             ValueError: a wrong number of rewards, NaN or infinity, or a completion on which every function said None;
                 naming the function and the completion.
             Exception: whatever a function raises, with a note that says which function it was.
         """
+        notes = Notes(len(prompts))
         given = {
             **columns,
             "prompts": prompts,
             "completions": completions,
+            "prompt_ids": prompt_ids,
             "completion_ids": completion_ids,
             "trainer_state": trainer_state,
         }
-        outputs = self._call_all(given, len(prompts))
-        by_name = {
-            name: _checked(name, output, prompts, completions)
-            for name, output in zip(self.names, outputs, strict=True)
-        }
-        table = torch.stack(list(by_name.values()), dim=-1)  # (B, number of functions)
-        silent = table.isnan().all(-1).nonzero()
-        if len(silent):
-            i = int(silent[0])
-            raise ValueError(
-                f"no reward function applies to completion {i}: {self.names} all returned None. "
-                f"{_sample(prompts[i], completions[i])} Return a number, e.g. 0.0, from at least one of them."
-            )
+        outputs = self._call_all(given, notes)
+        samples = Samples(prompts, completions, [len(ids) for ids in completion_ids])
+        checked = [checked_output(name, out, samples) for name, out in zip(self.names, outputs, strict=True)]
+        by_function = dict(zip(self.names, (output.totals for output in checked), strict=True))
+        table = torch.stack(list(by_function.values()), dim=-1)  # (B, number of functions)
+        refuse_silence(table, self.names, samples)
         scores = (table.nan_to_num(0.0) * self._weights).sum(-1)  # (B,)
-        if not (scores.abs() <= MAX_REWARD).all():
-            i = int((~(scores.abs() <= MAX_REWARD)).nonzero()[0])
-            raise ValueError(
-                f"the weighted sum of {self.names} for completion {i} is {float(scores[i]):g}, more than "
-                f"{MAX_REWARD:g} in size: scale rewards or reward_weights down. {_sample(prompts[i], completions[i])}"
-            )
-        return scores, by_name
+        refuse_huge(scores, self.names, samples)
+        parts = zip(self._weights.tolist(), (output.per_token for output in checked), strict=True)
+        per_token = [weight * part for weight, part in parts if part is not None]  # (B, T) each
+        return Rewards(
+            scores=scores,
+            token_rewards=sum(per_token[1:], per_token[0]) if per_token else None,
+            by_function=by_function,
+            columns=notes.columns,
+            metrics=notes.metrics(),
+        )
 
-    def _call_all(self, given: dict[str, Any], batch_size: int) -> list[Any]:
-        outputs: list[Any] = []
-        for name, func, parameters in zip(self.names, self._funcs, self._parameters, strict=True):
+    def _call_all(self, given: dict[str, Any], notes: "Notes") -> list[Any]:
+        outputs: list[Any] = [None] * len(self._funcs)
+        for i in self._order:
+            name, logging = self.names[i], notes.functions(self.names[i])
             try:
-                outputs.append(func(**_own_copies(given, parameters)))
+                outputs[i] = self._funcs[i](**_own_copies(given | logging, self._parameters[i]))
             except Exception as error:
                 _close(outputs)
                 chat = "" if isinstance(given["completions"][0], str) else CHAT_HINT
-                error.add_note(f"raised by reward function {name!r} on {batch_size} completions.{chat}")
+                count = len(given["completions"])
+                error.add_note(f"raised by reward function {name!r} on {count} completions.{chat}")
                 raise
         if any(inspect.isawaitable(output) for output in outputs):
             outputs = asyncio.run_coroutine_threadsafe(_gather(self.names, outputs), self._event_loop()).result()
         return outputs
+
+    def fingerprints(self) -> dict[str, str]:
+        """Digests of the weights of the reward models, by name."""
+        pairs = zip(self.names, self._funcs, strict=True)
+        return {name: func.fingerprint() for name, func in pairs if hasattr(func, "fingerprint")}
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         """One loop for the whole run, so that HTTP clients live on, in a thread, so that notebooks have theirs."""
@@ -185,55 +250,6 @@ def _close(outputs: list[Any]) -> None:
     for output in outputs:
         if inspect.iscoroutine(output):
             output.close()
-
-
-def _checked(name: str, output: Any, prompts: list[Any], completions: list[Any]) -> Tensor:
-    """One reward function's output as (B,) float32, NaN where it said None."""
-    if hasattr(output, "tolist"):  # numpy arrays and torch tensors
-        output = output.tolist()
-    if isinstance(output, str | bytes | bytearray | dict) or not isinstance(output, Sequence):
-        raise TypeError(
-            f"reward function {name!r} must return a list with one number per completion, got "
-            f"{type(output).__name__}: {output!r}."
-        )
-    if len(output) != len(completions):
-        raise ValueError(
-            f"reward function {name!r} returned {len(output)} rewards for {len(completions)} completions: it must "
-            "return exactly one for each."
-        )
-    numbers = [_number(name, i, r, prompts[i], completions[i]) for i, r in enumerate(output)]
-    return torch.tensor(numbers, dtype=torch.float32)
-
-
-def _number(name: str, index: int, reward: Any, prompt: Any, completion: Any) -> float:
-    if reward is None:
-        return math.nan
-    sample = _sample(prompt, completion)
-    if isinstance(reward, str | bytes):
-        raise TypeError(f"reward function {name!r} returned the text {reward!r} for completion {index}. {sample}")
-    try:
-        value = float(reward.item() if hasattr(reward, "item") else reward)  # numpy and torch scalars
-    except OverflowError:
-        value = math.inf
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"reward function {name!r} returned {type(reward).__name__} for completion {index}, not a number. {sample}"
-        ) from error
-    if not abs(value) <= MAX_REWARD:
-        raise ValueError(
-            f"reward function {name!r} returned {value} for completion {index}: a reward must be finite and below "
-            f"{MAX_REWARD:g} in size; for 'not applicable' return None. {sample}"
-        )
-    return value
-
-
-def _sample(prompt: Any, completion: Any) -> str:
-    return f"Prompt: {_short(prompt)} Completion: {_short(completion)}"
-
-
-def _short(value: Any, limit: int = 200) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 def _name(func: RewardFunc) -> str:

@@ -1,6 +1,6 @@
-"""Rollouts: what policy, critic and reference think of sampled completions, and the targets to learn from.
+"""Rollouts: sampled completions, and what policy, critic and reference think of them.
 
-Everything in a `Rollout` and its `Targets` is fixed once collected; the update only reads it.
+Everything in a `Rollout` is fixed once collected; the update only reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +15,14 @@ from torch import Tensor
 from rlhf_kit.config import PPOConfig
 from rlhf_kit.data import pad_left, pad_right
 from rlhf_kit.functional import (
-    compute_gae,
     entropy_from_logits,
     estimate_kl,
     full_kl,
-    kl_shaped_rewards,
-    masked_mean,
-    masked_whiten,
     token_logprobs,
 )
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.processes import passes
+from rlhf_kit.rewards import Rewards
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,10 @@ class Rollout:
     completion_mask: Tensor  # (B, T) bool, True = real token, the end token included
     ended: Tensor  # (B,) bool, stopped by itself rather than by max_completion_length
     scores: Tensor  # (B,) float32, weighted sum of the reward functions, raw
+    token_rewards: Tensor  # (B, T) float32, the part of the scores that was given to single tokens
     rewards_by_function: dict[str, Tensor]  # name -> (B,) float32, NaN = not applicable
+    logged_columns: dict[str, list[Any]]  # name -> B values, as reward functions logged them
+    logged_metrics: dict[str, Tensor]  # name -> (B,) float32, what was logged for the batch a completion was in
     old_logprobs: Tensor  # (B, T) float32, nats, of the policy that sampled
     old_values: Tensor  # (B, T) float32, score units
     ref_logprobs: Tensor  # (B, T) float32, nats, of the reference
@@ -59,7 +59,7 @@ class Rollout:
 
         def moved(value: Any) -> Any:
             if isinstance(value, dict):
-                return {name: tensor.to(device) for name, tensor in value.items()}
+                return {name: moved(part) for name, part in value.items()}
             return value.to(device) if isinstance(value, Tensor) else value
 
         return Rollout(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
@@ -76,15 +76,6 @@ class Rollout:
         """Ids and masks of some rows, as `trimmed_inputs` takes them."""
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         return {name: getattr(self, name)[rows] for name in names}
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What the update learns from; (B, T) float32, padding holds 0."""
-
-    rewards: Tensor  # score units: KL penalty on every token, the score on the last
-    advantages: Tensor  # whitened, or in score units
-    returns: Tensor  # score units
 
 
 # Recording
@@ -165,8 +156,7 @@ def record_rollout(
     completions: list[Any],
     completion_ids: list[list[int]],
     ended: list[bool],
-    scores: Tensor,
-    rewards_by_function: dict[str, Tensor],
+    rewards: Rewards,
     pad_token_id: int,
     accelerator: Accelerator,
 ) -> Rollout:
@@ -175,8 +165,8 @@ def record_rollout(
     Args:
         model: policy, reference and critic.
         args: micro_batch_size, temperature, kl_estimator.
-        prompts, prompt_ids, completions, completion_ids, ended, scores, rewards_by_function: of this process, as in
-            `Rollout`, ids unpadded.
+        prompts, prompt_ids, completions, completion_ids, ended: of this process, as in `Rollout`, ids unpadded.
+        rewards: of this process.
         pad_token_id: stands in padding.
         accelerator: processes, and the precision of forward passes.
 
@@ -191,8 +181,15 @@ def record_rollout(
         prompts=prompts,
         completions=completions,
         ended=torch.tensor(ended, device=device),
-        scores=scores.to(device),
-        rewards_by_function={name: rewards.to(device) for name, rewards in rewards_by_function.items()},
+        scores=rewards.scores.to(device),
+        token_rewards=(
+            torch.zeros(tokens["completion_ids"].shape, device=device)
+            if rewards.token_rewards is None
+            else rewards.token_rewards.to(device)
+        ),
+        rewards_by_function={name: values.to(device) for name, values in rewards.by_function.items()},
+        logged_columns=rewards.columns,
+        logged_metrics={n: torch.full((len(prompts),), v, device=device) for n, v in rewards.metrics.items()},
         **tokens,
     )
     if accelerator.num_processes == 1:
@@ -234,7 +231,10 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
         if isinstance(values[0], list):
             return [item for value in values for item in value]
         if isinstance(values[0], dict):
-            return {key: torch.cat([value[key].to(device) for value in values]) for key in values[0]}
+            names = list(dict.fromkeys(key for value in values for key in value))
+            columns = {key: [value.get(key, _missing(part)) for value, part in zip(values, parts, strict=True)]
+                       for key in names}  # fmt: skip
+            return {key: _end_to_end(column, device) for key, column in columns.items()}
         values = [value.to(device) for value in values]
         if values[0].ndim == 1:
             return torch.cat(values)
@@ -245,59 +245,15 @@ def concat_rollouts(parts: Sequence[Rollout]) -> Rollout:
     return Rollout(**{f.name: joined(f.name) for f in fields(Rollout)})
 
 
-# Targets
+def _missing(part: Rollout) -> list[None]:
+    """Stands for what no reward function of one process logged."""
+    return [None] * len(part)
 
 
-def shaped_scores(rollout: Rollout, args: PPOConfig, running_std: Callable[[Tensor], float]) -> Tensor:
-    """Scores as they enter the reward: less the missing-EOS penalty, then scaled, then clipped.
-
-    Args:
-        rollout: its raw scores are left as they are.
-        args: missing_eos_penalty, scale_scores, clip_scores.
-        running_std: takes these scores into the running statistics and gives the standard deviation of all so far.
-
-    Returns:
-        (B,) float32.
-    """
-    scores = rollout.scores
-    if args.missing_eos_penalty is not None:
-        scores = torch.where(rollout.ended, scores, scores - args.missing_eos_penalty)
-    if args.scale_scores:
-        std = running_std(scores)
-        scores = scores / std if std > 0 else scores
-    if args.clip_scores is not None:
-        scores = scores.clamp(-args.clip_scores, args.clip_scores)
-    return scores
-
-
-def compute_targets(rollout: Rollout, scores: Tensor, args: PPOConfig, *, kl_coef: float) -> Targets:
-    """Per-token rewards, advantages and returns of a rollout.
-
-    Args:
-        rollout: of all processes, so that whitening sees every token.
-        scores: (B,) from `shaped_scores`.
-        args: kl_placement, whiten_rewards, whiten_advantages, gamma, gae_lambda.
-        kl_coef: coefficient in force for this rollout.
-
-    Returns:
-        `Targets`. The end of a completion is terminal: nothing is bootstrapped, not even where max_completion_length
-        cut it.
-    """
-    mask = rollout.completion_mask  # (B, T)
-    in_reward = kl_coef if args.kl_placement == "reward" else 0.0
-    rewards = kl_shaped_rewards(scores, rollout.kl, mask, kl_coef=in_reward)  # (B, T)
-    if args.whiten_rewards:
-        rewards = torch.where(mask, masked_whiten(rewards, mask) + masked_mean(rewards, mask), 0)
-    continues = torch.nn.functional.pad(mask[:, 1:], (0, 1))  # (B, T): step t + 1 is a real token
-    advantages, returns = compute_gae(
-        rewards,
-        rollout.old_values,
-        continues=continues,
-        bootstrap_value=torch.zeros_like(scores),
-        gamma=args.gamma,
-        gae_lambda=args.gae_lambda,
-    )
-    if args.whiten_advantages:
-        advantages = masked_whiten(advantages, mask)
-    zero = torch.zeros_like(rewards)
-    return Targets(rewards, torch.where(mask, advantages, zero), torch.where(mask, returns, zero))
+def _end_to_end(column: list[Any], device: torch.device) -> Any:
+    """Values of all processes in one list, or in one tensor if they are tensors; None becomes NaN there."""
+    if not any(isinstance(values, Tensor) for values in column):
+        return [value for values in column for value in values]
+    nan = float("nan")
+    tensors = [v if isinstance(v, Tensor) else torch.full((len(v),), nan) for v in column]
+    return torch.cat([tensor.to(device) for tensor in tensors])

@@ -8,20 +8,23 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
 from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlhf_kit.probes import logprob_difference
+from rlhf_kit.roles import CRITIC
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
 
 def save_folder(model: Any, folder: Path, **kwargs: Any) -> None:
-    """Write the trained adapter alone (or the whole model), with the value head beside it."""
+    """Write the trained adapter (or the whole model) with the value head, and the critic's adapter, beside it."""
     if model.is_peft_model:
         active = model.pretrained_model.active_adapter
-        model.pretrained_model.save_pretrained(folder, selected_adapters=[active], **kwargs)
+        own = [CRITIC] if model.critic == "adapter" else []  # in a folder of its name
+        model.pretrained_model.save_pretrained(folder, selected_adapters=[active, *own], **kwargs)
         if active != "default":
             for file in (folder / active).iterdir():  # PEFT's folder for other names
                 file.replace(folder / file.name)
@@ -60,3 +63,12 @@ def merged_model(model: Any) -> PreTrainedModel:
             "and one of them is adapted, load the base with tie_word_embeddings=False before adding adapters."
         )
     return merged.eval()
+
+
+def upload_folder(model: Any, repo_id: str, *, private: bool | None, token: str | None, **kwargs: Any) -> Any:
+    """Upload what `save_folder` writes; arguments as in `AutoModelForCausalLMWithValueHead.push_to_hub`."""
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)

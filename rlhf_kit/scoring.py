@@ -6,7 +6,7 @@ model returns, so logit scaling, soft-capping and the like need no code here.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rlhf_kit.roles import using_adapter
 
 
 def completion_outputs(
@@ -31,6 +33,19 @@ def completion_outputs(
         logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs).logits
     hidden = captured[0]
     return (logits, hidden) if keeps else (logits[:, positions], hidden[:, positions])
+
+
+def hidden_states(model: nn.Module, causal_lm: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """LM-head inputs (B, S, d) at every position; the LM head itself is left out."""
+    kwargs = position_ids(causal_lm, attention_mask)
+    head = causal_lm.get_output_embeddings()
+    causal_lm.set_output_embeddings(nn.Identity())
+    try:
+        with lm_head_input(causal_lm) as captured:
+            model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs)
+    finally:
+        causal_lm.set_output_embeddings(head)
+    return captured[0]
 
 
 def position_ids(causal_lm: PreTrainedModel, attention_mask: Tensor) -> dict[str, Tensor]:
@@ -83,12 +98,18 @@ def checkpointable_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextmanager
-def checkpointed_layers(causal_lm: PreTrainedModel, enabled: bool) -> Iterator[None]:
-    """Checkpoint every decoder layer. transformers' own switch works in train mode only, which would add dropout."""
+def checkpointed_layers(causal_lm: PreTrainedModel, enabled: bool, adapter: str | None = None) -> Iterator[None]:
+    """Checkpoint every decoder layer. transformers' own switch works in train mode only, which would add dropout.
+
+    Args:
+        causal_lm: its layers are checkpointed in passes inside the `with` block.
+        enabled: False = nothing is done.
+        adapter: what is active inside the block, if that is not what will be active in the backward pass.
+    """
     layers = checkpointable_layers(causal_lm) if enabled else []
     replaced = [layer.__dict__.get("forward") for layer in layers]  # hooks of accelerate live there
     for layer in layers:
-        layer.forward = partial(_checkpointed_forward, layer, layer.forward)
+        layer.forward = partial(_checkpointed_forward, layer, layer.forward, adapter)
     try:
         yield
     finally:
@@ -99,9 +120,12 @@ def checkpointed_layers(causal_lm: PreTrainedModel, enabled: bool) -> Iterator[N
                 layer.forward = forward
 
 
-def _checkpointed_forward(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed_forward(
+    layer: nn.Module, forward: Callable[..., Any], adapter: str | None, *args: Any, **kwargs: Any
+) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with without_dropout(layer):  # the backward pass runs this again, when the model may be in train mode
+        # The backward pass runs this again, when the model may be in train mode and use another adapter.
+        with without_dropout(layer), using_adapter(layer, adapter) if adapter else nullcontext():
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)

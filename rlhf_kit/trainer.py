@@ -33,23 +33,26 @@ from rlhf_kit.preparation import (
 )
 from rlhf_kit.processes import any_of_all, failing_together, make_accelerator, share_of
 from rlhf_kit.resume import Checkpoints
-from rlhf_kit.rewards import RewardFunc
-from rlhf_kit.rollout import Rollout, compute_targets, concat_rollouts, record_rollout, shaped_scores
+from rlhf_kit.rewards import RewardFunc, Rewards
+from rlhf_kit.rollout import Rollout, concat_rollouts, record_rollout
 from rlhf_kit.sampling import Sampler, seeded
 from rlhf_kit.signals import StopSignals
 from rlhf_kit.state import first_state
 from rlhf_kit.step_input import check_context, checked_step, id_lists
+from rlhf_kit.targets import compute_targets, shaped_scores
 from rlhf_kit.update import Updater, end_if_never_finite
 
+RewardSource = RewardFunc | str | PreTrainedModel | PeftModel
 TRAIN, EVAL = 0, 1  # streams of random numbers
 
 
 class PPOTrainer:
-    """Proximal policy optimisation of a causal language model against Python reward functions.
+    """Proximal policy optimisation of a causal language model against reward functions and reward models.
 
     Args:
         model: a name, folder or loaded model; see `AutoModelForCausalLMWithValueHead.from_pretrained`.
-        reward_funcs: one function or several; see `rlhf_kit.rewards`. None = only `step` will be used.
+        reward_funcs: one source or several: functions (see `rlhf_kit.rewards`), and reward models by name, folder or
+            object (see `rlhf_kit.reward_models`). None = only `step` will be used.
         args: settings; None = the defaults.
         train_dataset: rows with a "prompt" column, text or messages; see `rlhf_kit.data`. None = only `step`.
         eval_dataset: the same for `evaluate`, which `train` calls before, between (`eval_every`) and after.
@@ -68,7 +71,7 @@ class PPOTrainer:
     def __init__(
         self,
         model: str | PreTrainedModel | PeftModel | AutoModelForCausalLMWithValueHead,
-        reward_funcs: RewardFunc | list[RewardFunc] | None = None,
+        reward_funcs: RewardSource | list[RewardSource] | None = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | list[dict[str, Any]] | None = None,
         eval_dataset: Dataset | list[dict[str, Any]] | None = None,
@@ -92,7 +95,14 @@ class PPOTrainer:
         self.eval_prompts = self._prompts(eval_dataset)
         if args.eval_every is not None and eval_dataset is None:
             raise ValueError(f"eval_every={args.eval_every} needs an eval_dataset.")
-        self.reward_funcs = make_rewards(reward_funcs, args, self.train_prompts, self.eval_prompts)
+        self.reward_funcs = make_rewards(
+            reward_funcs,
+            args,
+            self.model,
+            self.accelerator,
+            stop_token_ids=self.sampler.stop_token_ids,
+            prompts=[self.train_prompts, self.eval_prompts],
+        )
         self.updater = Updater(self.model, args, self.accelerator)
         self.state = first_state(args, self.accelerator)
         self._journal = Journal(
@@ -169,7 +179,7 @@ class PPOTrainer:
 
     def _collect(self, batch: PromptBatch, stream: int, number: int) -> Rollout:
         """Sample completions, have them scored, and record what policy, critic and reference say of them."""
-        rewards = self._required(self.reward_funcs, "reward_funcs")
+        reward_funcs = self._required(self.reward_funcs, "reward_funcs")
         if stream == TRAIN:
             self._journal.emit("on_step_begin")
         key = (self.args.seed, stream, number, self.accelerator.process_index)
@@ -179,9 +189,10 @@ class PPOTrainer:
         if is_conversational({"prompt": batch.prompts[0]}):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         with self._journal.phase("reward"), failing_together(self.accelerator):
-            scores, by_function = rewards(
+            rewards = reward_funcs(
                 prompts=batch.prompts,
                 completions=completions,
+                prompt_ids=batch.prompt_ids,
                 completion_ids=completion_ids,
                 columns=batch.columns,
                 trainer_state=self.state,
@@ -192,8 +203,7 @@ class PPOTrainer:
             completions=completions,
             completion_ids=completion_ids,
             ended=ended,
-            scores=scores,
-            rewards_by_function=by_function,
+            rewards=rewards,
         )
 
     def _record(self, **samples: Any) -> Rollout:
@@ -210,8 +220,8 @@ class PPOTrainer:
     def _learn(self, rollout: Rollout) -> dict[str, float]:
         """Turn a rollout into targets, update on them, steer the KL coefficient, and log."""
         args, state = self.args, self.state
-        scores = shaped_scores(rollout, args, state.score_moments.update)
-        targets = compute_targets(rollout, scores, args, kl_coef=state.kl_coef)
+        shaped = shaped_scores(rollout, args, state.score_moments.update)
+        targets = compute_targets(rollout, *shaped, args, kl_coef=state.kl_coef)
         with self._journal.phase("update"):
             update = self.updater(rollout, targets, kl_coef=state.kl_coef, iteration=state.iteration)
         metrics = rollout_metrics(rollout) | target_metrics(rollout, targets) | update | {"kl_coef": state.kl_coef}
@@ -290,8 +300,7 @@ class PPOTrainer:
             completions=self.sampler.decode(completion_ids),
             completion_ids=completion_ids,
             ended=[self.sampler.has_ended(ids) for ids in completion_ids],
-            scores=numbers,
-            rewards_by_function={},
+            rewards=Rewards(numbers),
         )
         metrics = self._learn(rollout)
         if self._checkpoint_is_due():

@@ -20,9 +20,11 @@ from rlhf_kit.config import PPOConfig
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.objective import ppo_loss
 from rlhf_kit.processes import passes
-from rlhf_kit.rollout import Rollout, Targets
+from rlhf_kit.roles import CRITIC, adapter_parameters
+from rlhf_kit.rollout import Rollout
 from rlhf_kit.sampling import seed_from
 from rlhf_kit.state import PPOState
+from rlhf_kit.targets import Targets
 
 MAX_NONFINITE_ITERATIONS = 3
 
@@ -64,22 +66,24 @@ class Updater:
     """Optimizer, learning-rate schedule and the loop over mini-batches.
 
     Args:
-        model: its trainable parameters are updated; the value head has its own learning rate.
+        model: its trainable parameters are updated; the critic has its own learning rate.
         args: sizes, optimizer and objective.
         accelerator: processes and autocast.
 
     Attributes:
-        optimizer: AdamW with two groups, policy and value head.
+        optimizer: AdamW with two groups, policy and critic.
         lr_scheduler: one step per planned optimizer step, steps that are left out included.
     """
 
     def __init__(self, model: AutoModelForCausalLMWithValueHead, args: PPOConfig, accelerator: Accelerator):
         self._model, self._args, self._accelerator = model, args, accelerator
-        head = list(model.v_head.parameters())
-        policy = [p for p in model.pretrained_model.parameters() if p.requires_grad]
+        own = adapter_parameters(model.pretrained_model, CRITIC) if model.critic == "adapter" else []
+        critic = [*model.v_head.parameters(), *own]
+        excluded = set(map(id, own))
+        policy = [p for p in model.pretrained_model.parameters() if p.requires_grad and id(p) not in excluded]
         value_rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
         self.optimizer = torch.optim.AdamW(
-            [{"params": policy, "lr": args.learning_rate}, {"params": head, "lr": value_rate}],
+            [{"params": policy, "lr": args.learning_rate}, {"params": critic, "lr": value_rate}],
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,

@@ -354,7 +354,8 @@ def test_wandb_gets_metrics_config_and_a_table_of_completions(wandb_files, token
     assert all(text in content for text in (b"ref_kl_per_completion", b"kl_estimator"))
     (table,) = wandb_files.rglob("completions_*.table.json")
     table = json.loads(table.read_text())
-    assert table["columns"] == ["split", "iteration", "prompt", "completion", "score", "ref_kl", "length", "ended"]
+    assert table["columns"] == ["split", "iteration", "prompt", "completion", "score", "ref_kl", "length", "ended",
+                                "reward/count_letters"]  # fmt: skip
     assert [row[0] for row in table["data"]] == ["train", "train"]
 
 

@@ -28,7 +28,8 @@ EVERYTHING = {
     "value_clip_range": 0.3, "value_coef": 0.2, "entropy_coef": 0.01, "gamma": 0.9, "gae_lambda": 0.8,
     "whiten_advantages": False, "whiten_rewards": True, "scale_scores": True, "clip_scores": 3.0,
     "reward_weights": [1.0, 0.5], "kl_coef": 0.2, "kl_estimator": "full", "kl_placement": "loss", "target_kl": 6.0,
-    "kl_horizon": 5000.0, "max_approx_kl": 0.1, "value_head": "mlp", "load_in_4bit": True, "dtype": "bfloat16",
+    "kl_horizon": 5000.0, "max_approx_kl": 0.1, "value_head": "mlp",
+    "critic": "adapter", "load_in_4bit": True, "dtype": "bfloat16",
     "gradient_checkpointing": True, "log_every": 2, "eval_every": 3, "report_to": ["tensorboard", "wandb"],
     "run_name": "name", "log_completions": 0, "save_every": 4, "save_total_limit": 5,
 }  # fmt: skip

@@ -17,7 +17,8 @@ from rlhf_kit import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 from rlhf_kit.data import PromptDataset, pad_left, pad_right
 from rlhf_kit.objective import ppo_loss
 from rlhf_kit.rewards import RewardFunctions
-from rlhf_kit.rollout import Rollout, compute_targets, concat_rollouts, record_policies
+from rlhf_kit.rollout import Rollout, concat_rollouts, record_policies
+from rlhf_kit.targets import compute_targets
 
 REPRODUCIBLE = {
     "derandomize": True, "database": None, "deadline": None, "suppress_health_check": list(HealthCheck),
@@ -129,9 +130,16 @@ def oracle(output):
     """Three float64 scores, None where there are none to be had."""
     try:
         listed = list(output.tolist() if hasattr(output, "tolist") else output)
-        return [None if x is None else float(x.item() if hasattr(x, "item") else x) for x in listed]
+        return [None if x is None else total(x) for x in listed]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
+
+
+def total(reward):
+    """A number, or the sum of one number per token."""
+    if getattr(reward, "ndim", 0) or isinstance(reward, list | tuple):
+        return sum(float(x) for x in (reward.tolist() if hasattr(reward, "tolist") else reward))
+    return float(reward.item() if hasattr(reward, "item") else reward)
 
 
 @settings(max_examples=800, **REPRODUCIBLE)
@@ -142,10 +150,11 @@ def test_rewards_are_taken_or_refused(output):
         return output
 
     rewards = RewardFunctions([judge, lambda completions: [None, 0.25, 0.5]], weights=[2.0, 1.0])
-    given = {"prompts": ["p"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1]] * 3, "columns": {}}
+    given = {"prompts": ["p"] * 3, "completions": ["a", "b", "c"], "completion_ids": [[1], [1, 2], [1]], "columns": {},
+             "prompt_ids": [[1]] * 3}  # fmt: skip
     refusal = None
     try:
-        scores, by_name = rewards(**given)
+        judged = rewards(**given)
     except (TypeError, ValueError) as error:
         refusal = error
     if refusal is not None:
@@ -158,8 +167,8 @@ def test_rewards_are_taken_or_refused(output):
     assert all(x is None or math.isfinite(x) for x in expected)
     for i, (value, other) in enumerate(zip(expected, [None, 0.25, 0.5], strict=True)):
         total = 2.0 * (value or 0.0) + (other or 0.0)
-        assert float(scores[i]) == pytest.approx(total, rel=1e-6, abs=1e-6)
-        assert math.isnan(by_name["judge"][i]) == (value is None)
+        assert float(judged.scores[i]) == pytest.approx(total, rel=1e-6, abs=1e-6)
+        assert math.isnan(judged.by_function["judge"][i]) == (value is None)
 
 
 ERRORS = [ValueError("v"), KeyError("k"), StopIteration(), RuntimeError("r"), AssertionError(), MemoryError(),
@@ -210,13 +219,14 @@ def record(prompt_ids, completion_ids, args, pad):
     count = len(prompt_ids)
     return Rollout(
         prompts=["p"] * count, completions=["c"] * count, ended=torch.ones(count, dtype=torch.bool),
-        scores=torch.tensor([float(sum(ids) % 7) for ids in completion_ids]), rewards_by_function={}, **tokens,
+        scores=torch.tensor([float(sum(ids) % 7) for ids in completion_ids]), rewards_by_function={},
+        logged_columns={}, logged_metrics={}, token_rewards=torch.zeros(tokens["completion_ids"].shape), **tokens,
     )  # fmt: skip
 
 
 def losses(rollout, args):
     """Loss summed over tokens, and its gradient, with targets that do not look beyond a row."""
-    targets = compute_targets(rollout, rollout.scores, args, kl_coef=0.1)
+    targets = compute_targets(rollout, rollout.scores, rollout.token_rewards, args, kl_coef=0.1)
     policy().zero_grad()
     loss, _, _ = ppo_loss(policy(), rollout, targets, torch.arange(len(rollout)), args, kl_coef=0.1, autocast=autocast)
     loss.backward()

@@ -19,7 +19,9 @@ from rlhf_kit import (
 )
 from rlhf_kit.memory import AllocationTracker, MemoryEstimate
 from rlhf_kit.objective import ppo_loss
-from rlhf_kit.rollout import _record_micro_batch, compute_targets
+from rlhf_kit.rewards import Rewards
+from rlhf_kit.rollout import _record_micro_batch
+from rlhf_kit.targets import compute_targets
 
 SIZES = {"rollout_batch_size": 8, "mini_batch_size": 4, "micro_batch_size": 4, "max_completion_length": 12}
 
@@ -90,7 +92,7 @@ def rollout(folder, tokenizer, config_factory):
     completions = [torch.randint(1, 300, (12,), generator=generator).tolist() for _ in range(8)]
     return trainer, trainer._record(
         prompts=["x"] * 8, prompt_ids=ids, completions=["x"] * 8, completion_ids=completions, ended=[False] * 8,
-        scores=torch.zeros(8), rewards_by_function={},
+        rewards=Rewards(torch.zeros(8)),
     )  # fmt: skip
 
 
@@ -112,7 +114,7 @@ def test_updating_takes_what_was_foretold(settings, rollout, folder):
     # kills: activations or the backward pass forgotten, settings that change them ignored
     trainer, rollout = rollout
     args = PPOConfig(**{**SIZES, **settings})
-    targets = compute_targets(rollout, rollout.scores, args, kl_coef=0.1)
+    targets = compute_targets(rollout, rollout.scores, rollout.token_rewards, args, kl_coef=0.1)
     known = [*trainer.model.parameters(), *(t for t in vars(rollout).values() if isinstance(t, torch.Tensor))]
     with AllocationTracker([*known, *vars(targets).values()]) as tracker:
         loss, _, _ = ppo_loss(

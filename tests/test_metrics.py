@@ -11,7 +11,8 @@ from conftest import TEXTS, make_lora, make_model
 
 from rlhf_kit import PPOTrainer
 from rlhf_kit.metrics import completion_rows, rollout_metrics, target_metrics
-from rlhf_kit.rollout import Rollout, Targets
+from rlhf_kit.rollout import Rollout
+from rlhf_kit.targets import Targets
 
 NAN, INF = float("nan"), float("inf")
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]).bool()
@@ -35,6 +36,9 @@ def make_rollout(garbage=0.0, **overrides):
         "completion_mask": MASK,
         "ended": torch.tensor([False, True, True]),
         "scores": torch.tensor([1.0, 3.0, -1.0]),
+        "token_rewards": torch.zeros(3, 4),
+        "logged_columns": {},
+        "logged_metrics": {},
         "rewards_by_function": {"f": torch.tensor([2.0, NAN, 6.0]), "g": torch.tensor([1.0, 1.0, 1.0])},
         "old_logprobs": padded([[-1.0] * 4, [-1.0] * 2, [-1.0]], garbage),
         "old_values": padded([[1.0, 2.0, 3.0, 4.0], [0.0, 0.0], [4.0]], garbage),
@@ -133,17 +137,26 @@ def test_one_completion_of_one_token():
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_completion_rows_by_hand(garbage):
     # kills: ref_kl summed instead of averaged or averaged over padding, columns of different rows mixed
-    rows = completion_rows(make_rollout(garbage), 10, split="train", iteration=4)
+    rollout = make_rollout(garbage, logged_columns={"note": ["a", None, {"b": 1}]})
+    rows = completion_rows(rollout, 10, split="train", iteration=4)
     assert [list(row) for row in rows] == [
-        ["split", "iteration", "prompt", "completion", "score", "ref_kl", "length", "ended"]
-    ] * 3
+        ["split", "iteration", "prompt", "completion", "score", "ref_kl", "length", "ended",
+         "reward/f", "reward/g", "logged/note"]
+    ] * 3  # fmt: skip
     assert [tuple(row.values()) for row in rows] == [
-        ("train", 4, "p0", "c0", 1.0, pytest.approx(0.25), 4, False),
-        ("train", 4, "p1", "c1", 3.0, pytest.approx(0.25), 2, True),
-        ("train", 4, "p2", "c2", -1.0, pytest.approx(0.6), 1, True),
+        ("train", 4, "p0", "c0", 1.0, pytest.approx(0.25), 4, False, 2.0, 1.0, "a"),
+        ("train", 4, "p1", "c1", 3.0, pytest.approx(0.25), 2, True, None, 1.0, None),
+        ("train", 4, "p2", "c2", -1.0, pytest.approx(0.6), 1, True, 6.0, 1.0, {"b": 1}),
     ]
-    assert [type(value) for value in rows[0].values()] == [str, int, str, str, float, float, int, bool]
+    assert [type(value) for value in rows[0].values()][:-1] == [str, int, str, str, float, float, int, bool,
+                                                                float, float]  # fmt: skip
     json.dumps(rows, allow_nan=False)
+
+
+def test_logged_metrics_are_means_over_those_who_logged():
+    # kills: NaN of a process that logged nothing in the mean, or counted as 0
+    rollout = make_rollout(logged_metrics={"length": torch.tensor([2.0, 2.0, NAN])})
+    assert rollout_metrics(rollout)["logged/length"] == 2.0
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, 0), (1, 1), (3, 3), (99, 3)])

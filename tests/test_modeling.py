@@ -8,7 +8,6 @@ import shutil
 import warnings
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from conftest import FAMILIES, make_lora, make_model
@@ -19,7 +18,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DynamicCache, T5Config, T5ForConditionalGeneration
 
 from rlhf_kit import AutoModelForCausalLMWithValueHead
-from rlhf_kit.modeling import VALUE_HEAD_FILE
+from rlhf_kit.saving import VALUE_HEAD_FILE
 
 all_families = pytest.mark.parametrize("family", list(FAMILIES))
 IDS = torch.tensor([[7, 7, 5, 6, 8, 9, 40, 41, 7], [5, 6, 7, 8, 9, 10, 50, 51, 52]])  # completions of 3 tokens
@@ -697,7 +696,7 @@ def hub(monkeypatch, tmp_path):
             shutil.copytree(folder_path, tmp_path / "hub")
             return "commit"
 
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr("rlhf_kit.saving.HfApi", Hub)
     return calls
 
 

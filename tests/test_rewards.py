@@ -20,16 +20,25 @@ from rlhf_kit.rewards import RewardFunctions
 
 PROMPTS = ["prompt zero", "prompt one", "prompt two"]
 COMPLETIONS = ["aa", "b", "cccc"]
+PROMPT_IDS = [[7, 8], [9], [7]]
 IDS = [[1, 2], [3], [4, 5, 6, 0]]
 LENGTHS = [2.0, 1.0, 4.0]
 
 
 def run(funcs, *, columns=None, weights=None, trainer_state=None, checked=True, completions=COMPLETIONS):
     columns = columns or {}
+    rewards = judge(funcs, columns=columns, weights=weights, trainer_state=trainer_state, checked=checked,
+                    completions=completions)  # fmt: skip
+    return rewards.scores, rewards.by_function
+
+
+def judge(funcs, *, columns=None, weights=None, trainer_state=None, checked=True, completions=COMPLETIONS):
+    columns = columns or {}
     rewards = RewardFunctions(funcs, weights=weights, column_names=list(columns) if checked else None)
     return rewards(
         prompts=PROMPTS,
         completions=completions,
+        prompt_ids=copy.deepcopy(PROMPT_IDS),
         completion_ids=copy.deepcopy(IDS),
         columns=columns,
         trainer_state=trainer_state,
@@ -57,9 +66,12 @@ def test_trl_signature():
         return LENGTHS
 
     run(reward, columns={"answer": [1, 2, 3]}, trainer_state="state")
+    assert callable(seen.pop("log_extra"))
+    assert callable(seen.pop("log_metric"))
     assert seen == {
         "prompts": PROMPTS,
         "completions": COMPLETIONS,
+        "prompt_ids": PROMPT_IDS,
         "completion_ids": IDS,
         "answer": [1, 2, 3],
         "trainer_state": "state",
@@ -232,7 +244,7 @@ def test_nan_and_infinity_are_refused_with_the_sample(bad):
         run(lambda completions: [1.0, 2.0, bad])
 
 
-@pytest.mark.parametrize("bad", ["1.0", b"1", [1.0], (1.0,), {"score": 1.0}, object(), 1 + 2j, torch.ones(2)])
+@pytest.mark.parametrize("bad", ["1.0", b"1", {"score": 1.0}, object(), 1 + 2j, ["1.0"], [[1.0]]])
 def test_items_that_are_no_numbers_are_refused_with_the_sample(bad):
     # kills: float("1.0"), nested lists flattened
     with pytest.raises(TypeError, match=r"'lambda' returned .* for completion 1.*'prompt one'.*'b'"):
@@ -242,7 +254,7 @@ def test_items_that_are_no_numbers_are_refused_with_the_sample(bad):
 @pytest.mark.parametrize("output", [np.ones((3, 1)), torch.ones(3, 1), [[1.0], [2.0], [3.0]]])
 def test_columns_of_numbers_are_refused(output):
     # kills: squeeze, a silent (3, 3) by broadcasting
-    with pytest.raises(TypeError, match="'lambda' returned list for completion 0, not a number"):
+    with pytest.raises(ValueError, match="'lambda' returned 1 numbers for the 2 tokens of completion 0"):
         run(lambda completions: output)
 
 
@@ -355,7 +367,7 @@ def test_async_results_are_checked_too():
 @pytest.mark.parametrize(
     ("funcs", "match"),
     [
-        (nn.Linear(1, 1), r"reward_funcs\[0\].*got Linear.*Wrap a reward model"),
+        (nn.Linear(1, 1), r"reward_funcs\[0\].*got Linear"),
         ("org/reward-model", r"reward_funcs\[0\].*got str"),
         ([length, "org/reward-model"], r"reward_funcs\[1\].*got str"),
         ([length, None], r"reward_funcs\[1\].*got NoneType"),
@@ -604,11 +616,105 @@ def test_async_resources_live_from_one_rollout_to_the_next():
 
     rewards = RewardFunctions(reward)
     for _ in range(2):
-        scores, _ = rewards(prompts=PROMPTS, completions=COMPLETIONS, completion_ids=IDS, columns={})
-        assert scores.tolist() == LENGTHS
+        judged = rewards(
+            prompts=PROMPTS, completions=COMPLETIONS, prompt_ids=PROMPT_IDS, completion_ids=IDS, columns={}
+        )
+        assert judged.scores.tolist() == LENGTHS
 
 
 def test_weighted_sums_beyond_float32_are_refused():
     # kills: finite rewards and finite weights with an infinite score: every update skipped
     with pytest.raises(ValueError, match="completion 0"):
         run(lambda completions: [3e38, 1.0, 1.0], weights=[10.0])
+
+
+# Numbers per token
+
+
+def test_numbers_per_token_are_weighted_padded_and_summed():
+    # kills: the weight left out of one of the two, totals as means, the columns of another row, unweighted metrics
+    per_token = [[1.0, -2.0], [0.5], [0.0, 1.0, 0.0, 4.0]]
+    judged = judge([lambda completions: per_token, length], weights=[2.0, 10.0])
+    assert_close(judged.token_rewards, torch.tensor([[2.0, -4, 0, 0], [1.0, 0, 0, 0], [0.0, 2, 0, 8]]))
+    assert_close(judged.scores, torch.tensor([-2.0 + 20, 1.0 + 10, 10.0 + 40]))
+    assert judged.by_function["lambda"].tolist() == [-1.0, 0.5, 5.0]
+
+
+def test_a_function_may_mix_numbers_per_token_with_others_and_none():
+    # kills: one kind decided from the first entry, None as zeros in the metric
+    judged = judge([lambda completions: [3.0, None, [1, 1, 1, 1]], length])
+    assert_close(judged.token_rewards, torch.tensor([[0.0] * 4, [0.0] * 4, [1.0] * 4]))
+    assert judged.scores.tolist() == [5.0, 1.0, 8.0]
+    assert judged.by_function["lambda"].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_numbers_per_token_of_any_kind(kind):
+    # kills: lists only
+    judged = judge(lambda completions: [kind([1.0, 2.0]), kind([3.0]), kind([0.0, 0.0, 0.0, 4.0])])
+    assert judged.scores.tolist() == [3.0, 3.0, 4.0]
+
+
+def test_without_numbers_per_token_there_are_none():
+    # kills: a table of zeros, which would cost every run an addition
+    assert judge(length).token_rewards is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ([1.0, 2.0], r"'lambda' returned 2 numbers for the 1 tokens of completion 1.*completion_ids\[1\].*'b'"),
+        ([], "'lambda' returned 0 numbers for the 1 tokens"),
+        ([None], "'lambda' returned None for a token of completion 1"),
+        ([float("nan")], "'lambda' returned nan for completion 1"),
+        ([1e19], "'lambda' returned 1e\\+19 for completion 1"),
+    ],
+)
+def test_wrong_numbers_per_token(bad, match):
+    # kills: a row cut or padded in silence
+    with pytest.raises(ValueError, match=match):
+        run(lambda completions: [[1.0, 1.0], bad, 1.0])
+
+
+# What functions log
+
+
+def test_log_extra_and_log_metric():
+    # kills: a metric summed or the last one taken, a column of the first function overwritten by the second
+    def first(completions, log_extra, log_metric):
+        log_extra("size", [len(c) for c in completions])
+        log_metric("longest", 4)
+        log_metric("longest", 2)
+        return LENGTHS
+
+    def second(completions, log_extra=None, **kwargs):
+        log_extra("size", ["s", "m", "l"])
+        return LENGTHS
+
+    judged = judge([first, second])
+    assert judged.columns == {"size": [2, 1, 4], "second/size": ["s", "m", "l"]}
+    assert judged.metrics == {"longest": 3.0}
+
+
+def test_log_extra_with_another_number_of_values():
+    # kills: values that slip to other completions
+    def reward(completions, log_extra):
+        log_extra("size", [1])
+        return LENGTHS
+
+    with pytest.raises(ValueError, match=r"log_extra\('size', ...\) got 1 values for 3 completions"):
+        run(reward)
+
+
+def test_what_was_logged_belongs_to_one_call():
+    # kills: notes kept from rollout to rollout
+    calls = iter([True, False])
+
+    def reward(completions, log_metric):
+        if next(calls):
+            log_metric("m", 1.0)
+        return LENGTHS
+
+    rewards = RewardFunctions(reward)
+    given = {"prompts": PROMPTS, "completions": COMPLETIONS, "prompt_ids": PROMPT_IDS, "completion_ids": IDS}
+    assert [rewards(**given, columns={}).metrics for _ in range(2)] == [{"m": 1.0}, {}]

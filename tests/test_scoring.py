@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -719,6 +720,9 @@ def rollout_of(prompts, completions, offset=0.0):
         completion_mask=completion_mask,
         ended=torch.arange(count) % 2 == 0,
         scores=offset + torch.arange(count).float(),
+        token_rewards=numbers(0),
+        logged_columns={"note": [f"n{offset}-{i}" for i in range(count)]},
+        logged_metrics={"m": torch.full((count,), float(offset))},
         rewards_by_function={
             "a": offset + torch.arange(count).float() + 0.1,
             "b": offset + torch.full((count,), torch.nan),
@@ -747,8 +751,10 @@ def test_rollout_to():
     moved = rollout.to("meta")
     assert moved.prompts == rollout.prompts
     assert moved.completions == rollout.completions
-    tensors = {n: v for n, v in vars(moved).items() if isinstance(v, torch.Tensor)} | moved.rewards_by_function
-    assert len(tensors) == len(vars(moved)) - 3 + 2
+    tensors = {n: v for n, v in vars(moved).items() if isinstance(v, torch.Tensor)}
+    assert len(tensors) == len(vars(moved)) - 5  # prompts, completions and three dicts
+    tensors |= moved.rewards_by_function | moved.logged_metrics
+    assert moved.logged_columns == rollout.logged_columns
     assert all(tensor.device.type == "meta" for tensor in tensors.values())
     assert rollout.scores.device.type == "cpu"
 
@@ -789,6 +795,16 @@ def test_concat_rollouts_of_different_widths():
         assert_close(tensor[0, 0], torch.tensor(10.0 + k + 1))
         assert_close(tensor[2, :2], torch.tensor([20.0 + k + 1 + 0.03, 20.0 + k + 1 + 0.04]))
         assert_close(tensor[3, :2], torch.tensor([30.0 + k + 1, 30.0 + k + 1 + 0.01]))
+
+
+def test_concat_when_one_process_logged_less():
+    # kills: a KeyError, or values of one process put to rows of another
+    first, second = rollout_of([[1], [2]], [[3], [4]]), rollout_of([[5]], [[6]], offset=7.0)
+    second = dataclasses.replace(second, logged_columns={"other": ["o"]}, logged_metrics={})
+    joined = concat_rollouts([first, second])
+    assert joined.logged_columns == {"note": ["n0.0-0", "n0.0-1", None], "other": [None, None, "o"]}
+    assert_close(joined.logged_metrics["m"], torch.tensor([0.0, 0.0, torch.nan]), equal_nan=True)
+    assert joined.head(2).logged_columns == {"note": ["n0.0-0", "n0.0-1"], "other": [None, None]}
 
 
 def test_concat_of_one_rollout_and_of_its_rows():
