@@ -4,12 +4,15 @@ import asyncio
 import copy
 import functools
 import gc
+import json
 import re
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import trl.rewards
 from conftest import TEXTS, make_lora, make_model
 from torch import nn
 from torch.testing import assert_close
@@ -25,21 +28,19 @@ IDS = [[1, 2], [3], [4, 5, 6, 0]]
 LENGTHS = [2.0, 1.0, 4.0]
 
 
-def run(funcs, *, columns=None, weights=None, trainer_state=None, checked=True, completions=COMPLETIONS):
-    columns = columns or {}
-    rewards = judge(funcs, columns=columns, weights=weights, trainer_state=trainer_state, checked=checked,
-                    completions=completions)  # fmt: skip
+def run(funcs, **settings):
+    rewards = judge(funcs, **settings)
     return rewards.scores, rewards.by_function
 
 
-def judge(funcs, *, columns=None, weights=None, trainer_state=None, checked=True, completions=COMPLETIONS):
+def judge(funcs, *, columns=None, weights=None, trainer_state=None, checked=True, completions=COMPLETIONS, ids=IDS):
     columns = columns or {}
     rewards = RewardFunctions(funcs, weights=weights, column_names=list(columns) if checked else None)
     return rewards(
         prompts=PROMPTS,
         completions=completions,
         prompt_ids=copy.deepcopy(PROMPT_IDS),
-        completion_ids=copy.deepcopy(IDS),
+        completion_ids=copy.deepcopy(ids),
         columns=columns,
         trainer_state=trainer_state,
     )
@@ -148,6 +149,52 @@ def test_anything_that_can_be_called(func, checked):
     scores, by_name = run(func, checked=checked)
     assert scores.tolist() == LENGTHS
     assert len(by_name) == 1
+
+
+CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+TRL_REWARDS = {
+    "accuracy_reward": trl.rewards.accuracy_reward,
+    "reasoning_accuracy_reward": trl.rewards.reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+    "get_cosine_scaled_reward": trl.rewards.get_cosine_scaled_reward(max_len=100),
+    "get_repetition_penalty_reward": trl.rewards.get_repetition_penalty_reward(ngram_size=2),
+    "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=5, soft_punish_cache=3),
+}
+
+
+def test_every_reward_of_trl_is_in_the_table():
+    # kills: a reward function that a new TRL brings and that nobody tried
+    assert set(TRL_REWARDS) == {name for names in trl.rewards._import_structure.values() for name in names}
+
+
+def test_trl_rewards_give_what_they_give_under_grpo():
+    # kills: completions, columns or log functions in another form than GRPOTrainer passes them
+    texts = ["<think>\nhm\n</think>\nThe answer is $\\boxed{4}$.", "It is $5$. It is $5$.", "$4$"]
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    ids = [[1, 2], [3], [4, 5, 4, 5]]
+    given = {"prompts": PROMPTS, "completions": completions, "completion_ids": ids, "solution": ["$4$"] * 3}
+    for name, func in TRL_REWARDS.items():
+        expected = func(**copy.deepcopy(given), log_extra=lambda *_: None, log_metric=lambda *_: None)
+        _, by_name = run(func, completions=completions, ids=ids, columns={"solution": given["solution"]})
+        (found,) = by_name.values()
+        assert found.tolist() == pytest.approx([float(x) for x in expected]), name
+        assert len(set(expected)) > 1, name
+    judged = judge(TRL_REWARDS["accuracy_reward"], completions=completions, columns={"solution": given["solution"]})
+    assert {"solution", "answer_parsed"} & set(judged.columns)
+
+
+def test_trl_rewards_train(tokenizer, config_factory):
+    # kills: a reward of TRL's that works by hand and not in a run, logged columns that break the log
+    tokenizer.chat_template = CHAT_TEMPLATE
+    rows = [{"prompt": [{"role": "user", "content": text[:8]}], "solution": "$4$"} for text in TEXTS]
+    trainer = PPOTrainer(
+        make_model("gpt2"), list(TRL_REWARDS.values()), config_factory(num_iterations=1), rows,
+        processing_class=tokenizer, peft_config=make_lora(),
+    )  # fmt: skip
+    metrics = trainer.train()
+    assert {f"reward/{name}" for name in trainer.reward_funcs.names} <= set(metrics)
+    completions = Path(trainer.args.output_dir, "completions.jsonl").read_text().splitlines()
+    assert any(key.startswith("logged/") for key in json.loads(completions[0]))
 
 
 def test_trl_rewards_unchanged():
