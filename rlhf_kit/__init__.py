@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_kit.config import PPOConfig
-    from rlhf_kit.memory import estimate_memory, peak_memory
+    from rlhf_kit.memory import bytes_by_role, estimate_memory, live_tensor_bytes, peak_memory
     from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
     from rlhf_kit.packaged import resolve_model
     from rlhf_kit.report import run_summary
@@ -20,7 +20,9 @@ _HOME = {
     "AutoModelForCausalLMWithValueHead": "rlhf_kit.modeling",
     "PPOConfig": "rlhf_kit.config",
     "PPOTrainer": "rlhf_kit.trainer",
+    "bytes_by_role": "rlhf_kit.memory",
     "estimate_memory": "rlhf_kit.memory",
+    "live_tensor_bytes": "rlhf_kit.memory",
     "peak_memory": "rlhf_kit.memory",
     "resolve_model": "rlhf_kit.packaged",
     "run_summary": "rlhf_kit.report",
@@ -30,7 +32,9 @@ __all__ = [
     "AutoModelForCausalLMWithValueHead",
     "PPOConfig",
     "PPOTrainer",
+    "bytes_by_role",
     "estimate_memory",
+    "live_tensor_bytes",
     "peak_memory",
     "resolve_model",
     "run_summary",

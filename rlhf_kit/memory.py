@@ -6,7 +6,9 @@ fragmentation, and what matrix products allocate inside. On a CPU, bitsandbytes 
 need more than is said here.
 """
 
+import gc
 import resource
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch
 from peft import PeftConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -25,6 +28,7 @@ from rlhf_kit.config import PPOConfig
 from rlhf_kit.functional import entropy_from_logits, full_kl, token_logprobs
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.packaged import resolve_model
+from rlhf_kit.roles import CRITIC, REFERENCE, adapter_parameters
 
 GIB = 2**30
 NF4_BLOCK = 64  # weights that share one float32 scale
@@ -121,6 +125,41 @@ def peak_memory() -> int:
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+def bytes_by_role(trainer: Any) -> dict[str, int]:
+    """Bytes of the weights that a `PPOTrainer` holds, by who needs them.
+
+    Returns:
+        {"base": what roles share, counted once, "policy", "reference", "critic", "reward": what each adds to it}. Of a
+        base that is sharded, this process's part.
+    """
+    model, network = trainer.model, trainer.model.pretrained_model
+    own = {
+        "policy": adapter_parameters(network, network.active_adapter) if model.is_peft_model else [],
+        "reference": list(model.ref_model.parameters()) if model.ref_model else adapter_parameters(network, REFERENCE),
+        "critic": [*model.v_head.parameters(), *adapter_parameters(network, CRITIC)],
+    }
+    adapters = network.peft_config if model.is_peft_model else {}
+    adapted = {id(p) for name in adapters for p in adapter_parameters(network, name)}
+    base = [p for p in network.parameters() if id(p) not in adapted]
+    sizes = {role: sum(map(_bytes, parameters)) for role, parameters in {"base": base, **own}.items()}
+    return sizes | {"reward": trainer.reward_funcs.model_bytes() if trainer.reward_funcs else 0}
+
+
+def _bytes(parameter: Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of all tensors that are alive in this process, those that share their memory counted once."""
+    storages = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some objects warn when they are looked at
+        for thing in gc.get_objects():
+            if type(thing) in (Tensor, nn.Parameter) and thing.device.type != "meta":
+                storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def _weight_bytes(causal_lm: PreTrainedModel, args: PPOConfig) -> int:

@@ -24,7 +24,7 @@ from rlhf_kit.fingerprint import weights_digest
 from rlhf_kit.loading import max_positions
 from rlhf_kit.packaged import resolve_model
 from rlhf_kit.processes import passes
-from rlhf_kit.roles import REWARD, add_frozen_adapter, has_adapter, using_adapter
+from rlhf_kit.roles import REWARD, adapter_parameters, add_frozen_adapter, has_adapter, using_adapter
 from rlhf_kit.scoring import hidden_states, without_dropout
 
 SCORE_HEAD = "score.weight"
@@ -95,6 +95,11 @@ class RewardAdapter:
         with self._autocast():
             hidden = hidden_states(self._model.pretrained_model, self._model.causal_lm, input_ids, mask.long())
         return (hidden[:, -1].float() @ self.head.T).squeeze(-1)  # (b,)
+
+    def nbytes(self) -> int:
+        """Bytes of the adapter and the score head."""
+        adapter = adapter_parameters(self._model.pretrained_model, self.adapter)
+        return self.head.nbytes + sum(p.nbytes for p in adapter)
 
     def fingerprint(self) -> str:
         """Digest of the score head; the adapter is part of the policy's model, and counted there."""
@@ -174,6 +179,10 @@ class RewardModel:
                 f"completion {start + int(lengths.argmax())} with its prompt has {longest} tokens, but reward model "
                 f"{self.__name__!r} takes at most {limit}: lower max_completion_length or max_prompt_length."
             )
+
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(p.nbytes for p in self._model.parameters())
 
     def fingerprint(self) -> str:
         """Digest of the weights."""

@@ -211,6 +211,10 @@ class RewardFunctions:
         pairs = zip(self.names, self._funcs, strict=True)
         return {name: func.fingerprint() for name, func in pairs if hasattr(func, "fingerprint")}
 
+    def model_bytes(self) -> int:
+        """Bytes of the weights that the reward models hold themselves."""
+        return sum(func.nbytes() for func in self._funcs if hasattr(func, "fingerprint"))
+
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         """One loop for the whole run, so that HTTP clients live on, in a thread, so that notebooks have theirs."""
         if self._loop is None:

@@ -5,15 +5,18 @@ import sys
 
 import pytest
 import torch
-from conftest import TEXTS, make_lora, make_model
+from conftest import TEXTS, make_lora, make_model, make_tokenizer
 from peft import LoraConfig
+from test_reward_models import save_base, save_reward_adapter
 from transformers import AutoModelForCausalLM
 
 from rlhf_kit import (
     AutoModelForCausalLMWithValueHead,
     PPOConfig,
     PPOTrainer,
+    bytes_by_role,
     estimate_memory,
+    live_tensor_bytes,
     peak_memory,
     resolve_model,
 )
@@ -218,3 +221,54 @@ def test_a_real_run_takes_what_was_foretold(tmp_path):
     command = [sys.executable, "-c", RUN, str(tmp_path), repr(sizes | {"ppo_epochs": 1})]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout.split()[-1]) == pytest.approx(foretold, rel=0.35)
+
+
+# What is there
+
+
+def test_bytes_by_role_add_up_to_what_the_trainer_holds(tmp_path, config_factory):
+    # kills: a role counted twice or left out, a frozen adapter counted as base
+    base = save_base(tmp_path / "base")
+    sft = AutoModelForCausalLMWithValueHead.from_pretrained(base, peft_config=make_lora("llama"))
+    for name, p in sft.trainable_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.2)
+    sft.save_pretrained(tmp_path / "sft")
+    (tmp_path / "sft/value_head.safetensors").unlink()
+    reward = save_reward_adapter(base, tmp_path / "reward")
+    trainer = PPOTrainer(
+        str(tmp_path / "sft"), reward, config_factory(critic="adapter"), [{"prompt": TEXTS[0]}],
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    roles = bytes_by_role(trainer)
+    adapter = 4 * 4 * (32 + 32 + 32 + 16) * 2  # float32, rank 4, in and out of q and v, two layers
+    plain = make_model("llama")
+    assert roles == {
+        "base": sum(p.nbytes for p in plain.parameters()),
+        "policy": adapter,
+        "reference": adapter,
+        "critic": adapter + 4 * 33,
+        "reward": adapter + 4 * 32,
+    }
+    assert sum(roles.values()) == sum(p.nbytes for p in trainer.model.parameters()) + 4 * 32
+
+
+def test_bytes_by_role_without_adapters(config_factory):
+    # kills: the copy of the model taken for shared
+    trainer = PPOTrainer(
+        make_model("llama"), lambda completions: [0.0] * len(completions), config_factory(), [{"prompt": TEXTS[0]}],
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    roles = bytes_by_role(trainer)
+    assert roles["base"] == roles["reference"] == sum(p.nbytes for p in make_model("llama").parameters())
+    assert (roles["policy"], roles["critic"], roles["reward"]) == (0, 4 * 33, 0)
+
+
+def test_live_tensor_bytes_sees_each_memory_once():
+    # kills: views counted again, parameters not found
+    before = live_tensor_bytes()
+    tensor = torch.nn.Parameter(torch.zeros(1000, 250))
+    views = [tensor.detach()[:10], tensor.view(-1)]
+    assert live_tensor_bytes() - before == 1_000_000
+    del tensor, views
+    assert live_tensor_bytes() - before == 0
