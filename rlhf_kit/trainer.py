@@ -321,8 +321,17 @@ class PPOTrainer:
         Raises:
             ValueError: no dataset or no reward_funcs.
         """
-        prompts = self._required(self._prompts(eval_dataset) or self.eval_prompts, "eval_dataset")
         self._journal.open()
+        rollout = self.evaluation_rollout(eval_dataset)
+        metrics = {f"eval_{name}": value for name, value in rollout_metrics(rollout).items()}
+        if eval_dataset is not None:
+            metrics[OTHER_PROMPTS] = 1.0
+        self._journal.evaluation(rollout, metrics)
+        return metrics
+
+    def evaluation_rollout(self, eval_dataset: Dataset | list[dict[str, Any]] | None = None) -> Rollout:
+        """What `evaluate` samples and scores, token by token; nothing is logged. Arguments and errors as there."""
+        prompts = self._required(self._prompts(eval_dataset) or self.eval_prompts, "eval_dataset")
         self._required(self.reward_funcs, "reward_funcs").check_arguments(prompts.column_names)
         size = self.args.num_prompts_per_iteration()
         parts = []
@@ -333,12 +342,7 @@ class PPOTrainer:
             padded = chunk + [chunk[-1]] * max(0, world - len(chunk))
             mine = [padded[i] for i in share_of(self.accelerator, len(padded))]
             parts.append(self._collect(prompts.batch(mine), EVAL, number).head(len(chunk)))
-        rollout = concat_rollouts(parts)
-        metrics = {f"eval_{name}": value for name, value in rollout_metrics(rollout).items()}
-        if eval_dataset is not None:
-            metrics[OTHER_PROMPTS] = 1.0
-        self._journal.evaluation(rollout, metrics)
-        return metrics
+        return concat_rollouts(parts)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the adapter (or model), the value head, the tokenizer and a model card.

@@ -45,6 +45,7 @@ ROWS = [
         "checkpoint",
         "identity",
         "journal",
+        "kl_dial",
         "memory",
         "metrics",
         "objective",
