@@ -1,0 +1,103 @@
+"""The whole pipeline on a tiny base: three stages, gone on with stage by stage, and the table at the end."""
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from conftest import make_model, make_tokenizer
+
+ROOT = Path(__file__).parents[1]
+GOOD, BAD = ["lovely", "great", "warm"], ["dull", "bad", "cold"]
+SMALL = [
+    "--sft_examples", "24", "--reward_pairs", "64", "--test_pairs", "32", "--test_prompts", "8", "--num_iterations", "2",
+    "--rollout_batch_size", "8", "--mini_batch_size", "4", "--max_completion_length", "6", "--lora_r", "4",
+    "--reward_learning_rate", "1e-2", "--save_every", "1",
+]  # fmt: skip
+
+pytestmark = pytest.mark.slow
+
+
+def add(archive, name, data):
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    archive.addfile(info, io.BytesIO(data))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny base, graded texts packed as the source distribution packs them, and the same as preferences."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    make_model("llama").save_pretrained(folder / "base")
+    make_tokenizer().save_pretrained(folder / "base")
+    rng = random.Random(0)
+    graded = [(3.0, f"film {i} is {rng.choice(GOOD)}") for i in range(60)]
+    graded += [(-3.0, f"film {i} is {rng.choice(BAD)}") for i in range(60, 120)]
+    lines = "\n".join(f"{i}\t{grade}\t{text}" for i, (grade, text) in enumerate(graded)).encode()
+    inner = io.BytesIO()
+    with tarfile.open(fileobj=inner, mode="w:gz") as archive:
+        add(archive, "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt", lines)
+    with tarfile.open(folder / "snippets.tar.gz", "w:gz") as archive:
+        add(archive, "vaderSentiment-3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz", inner.getvalue())
+    pairs = [
+        {"prompt": f"film {i} is", "chosen": f" {rng.choice(GOOD)}", "rejected": f" {rng.choice(BAD)}"}
+        for i in range(160)
+    ]
+    (folder / "pairs.json").write_text(json.dumps(pairs))
+    return folder
+
+
+def run(folder, *arguments, out="run"):
+    command = [sys.executable, "recipes/pipeline.py", "--model_name_or_path", str(folder / "base"), *SMALL]
+    return subprocess.run(
+        [*command, "--output_dir", str(folder / out), *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
+
+
+def test_three_stages_run_and_go_on_where_they_stopped(folder):
+    # kills: a stage run again that was done, another model's results taken, PPO started afresh, a base held twice
+    data = ("--snippets", str(folder / "snippets.tar.gz"))
+    first = run(folder, *data)
+    assert first.returncode == 0, first.stderr[-3000:]
+    found = json.loads((folder / "run/pipeline.json").read_text())
+    assert found["accuracy"] > 0.6
+    assert found["bytes"]["policy"] == found["bytes"]["reference"] > 0
+    assert found["bytes"]["reward"] == found["bytes"]["policy"] + 4 * 32
+    assert found["live_bytes"] < 1.7 * found["bytes"]["base"]
+    assert f"| reward model right on 32 held-out pairs | {found['accuracy']:.3f} |" in first.stdout
+    assert "SFT on 8 held-out prompts" in first.stdout
+    before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*.safetensors")}
+
+    again = run(folder, *data, "--num_iterations", "3")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "Stage sft: done already" in again.stdout
+    assert "Stage reward: done already" in again.stdout
+    assert "2 of 3 iterations done" in again.stdout
+    now = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*.safetensors")}
+    assert all(now[path] == time for path, time in before.items() if "/ppo/" not in str(path))
+
+    other = run(folder, *data, "--reward_pairs", "32")
+    assert other.returncode != 0
+    assert "made with other settings (reward_pairs: 64 there, 32 now)" in other.stderr
+
+
+def test_preferences_of_your_own(folder):
+    # kills: prompts lost from the pairs, SFT on the rejected text
+    done = run(folder, "--preferences", str(folder / "pairs.json"), out="own")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((folder / "own/pipeline.json").read_text())["accuracy"] > 0.6
+
+
+@pytest.mark.parametrize("arguments", [(), ("--snippets", "a", "--preferences", "b")])
+def test_one_source_of_data_is_needed(folder, arguments):
+    # kills: a traceback, or one of two silently ignored
+    done = run(folder, *arguments, out="none")
+    assert done.returncode != 0
+    assert "pass one of --snippets and --preferences" in done.stderr
