@@ -137,7 +137,34 @@ def uneven(folder):
     return {"seen": SEEN, "iteration": trainer.state.iteration, "final": final}
 
 
-MODES = {"train": train, "resume": resume, "fail": fail, "die": die, "long": long, "uneven": uneven}
+def roles(folder):
+    """Policy, reference, critic and reward model as four adapters on one base; `folder` holds base, sft and reward."""
+
+    def note(completions, log_metric, log_extra):
+        log_metric("rank", float(trainer.accelerator.process_index))
+        log_extra("length", [len(text) for text in completions])
+        return [[0.01] * n for n in map(len, SEEN.pop())]
+
+    def remember(completion_ids):
+        SEEN.append(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    settings = {**SETTINGS, "critic": "adapter", "gradient_checkpointing": True, "eval_every": None}
+    prompts = [{"prompt": text[: 4 + i]} for i, text in enumerate(TEXTS)]
+    trainer = PPOTrainer(f"{folder}/sft", [f"{folder}/reward", remember, note],
+                         PPOConfig(output_dir=f"{folder}/run", **settings), prompts)  # fmt: skip
+    scores = trainer.reward_funcs._funcs[0]([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]])
+    gradients, metrics = two_given_iterations(trainer)
+    weights = {name: p.detach().clone() for name, p in trainer.model.trainable_parameters()}
+    last = trainer.train()
+    return {
+        "gradients": gradients, "weights": weights, "metrics": metrics, "scores": torch.tensor(scores),
+        "final": {name: p.detach().clone() for name, p in trainer.model.trainable_parameters()},
+        "last": {k: v for k, v in last.items() if "second" not in k},
+    }  # fmt: skip
+
+
+MODES = {"roles": roles, "train": train, "resume": resume, "fail": fail, "die": die, "long": long, "uneven": uneven}
 
 if __name__ == "__main__":
     folder, mode = sys.argv[1:]

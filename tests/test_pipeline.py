@@ -15,9 +15,9 @@ from conftest import make_model, make_tokenizer
 ROOT = Path(__file__).parents[1]
 GOOD, BAD = ["lovely", "great", "warm"], ["dull", "bad", "cold"]
 SMALL = [
-    "--sft_examples", "24", "--reward_pairs", "64", "--test_pairs", "32", "--test_prompts", "8", "--num_iterations", "2",
-    "--rollout_batch_size", "8", "--mini_batch_size", "4", "--max_completion_length", "6", "--lora_r", "4",
-    "--reward_learning_rate", "1e-2", "--save_every", "1",
+    "--sft_examples", "24", "--reward_pairs", "64", "--test_pairs", "32", "--test_prompts", "8",
+    "--num_iterations", "2", "--rollout_batch_size", "8", "--mini_batch_size", "4", "--max_completion_length", "6",
+    "--lora_r", "4", "--reward_learning_rate", "1e-2", "--save_every", "1",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.slow

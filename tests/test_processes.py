@@ -12,9 +12,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from conftest import make_lora, make_model
+from conftest import make_lora, make_model, make_tokenizer
 from run_resumable import make
 from safetensors.torch import load_file
+from test_reward_models import save_base, save_reward_adapter
 
 from rlhf_kit import AutoModelForCausalLMWithValueHead, PPOConfig
 from rlhf_kit.checkpoint import list_checkpoints, verify
@@ -106,6 +107,42 @@ def test_sharding_changes_no_number(replicated, sharded):
     # kills: a base that is gathered in another precision or order; other samples
     assert largest_difference(replicated[0]["final"], sharded[0]["final"]) == 0
     assert replicated[0]["seen"] == sharded[0]["seen"]
+
+
+def four_adapters(folder):
+    folder.mkdir()
+    base = save_base(folder / "base")
+    torch.manual_seed(4)
+    sft = AutoModelForCausalLMWithValueHead.from_pretrained(base, peft_config=make_lora("llama"))
+    for name, p in sft.trainable_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.2)
+    sft.save_pretrained(folder / "sft")
+    (folder / "sft/value_head.safetensors").unlink()
+    make_tokenizer().save_pretrained(folder / "sft")
+    save_reward_adapter(base, folder / "reward", target_modules="all-linear")
+    return folder
+
+
+@pytest.mark.slow
+def test_four_adapters_on_one_base_in_one_process_in_two_and_sharded(tmp_path):
+    # kills: a role that is sharded, broadcast or summed differently from the policy; a reward pass that one process
+    # makes and the other does not; what functions log lost in all processes but one
+    one = run(four_adapters(tmp_path / "one"), "roles")[0]
+    two = run(four_adapters(tmp_path / "two"), "roles", 2)
+    sharded = run(four_adapters(tmp_path / "sharded"), "roles", 2, FSDP)
+    assert all(weight.any() for name, weight in one["weights"].items() if ".critic." in name and "lora_B" in name)
+    assert any(".critic." in name for name in one["weights"])
+    for rank in [*two, *sharded]:
+        assert largest_difference(one["gradients"], rank["gradients"]) < 1e-6
+        assert largest_difference(one["weights"], rank["weights"]) < 5e-6
+        torch.testing.assert_close(rank["scores"], one["scores"], atol=1e-6, rtol=1e-5)
+        for a, b in zip(one["metrics"], rank["metrics"], strict=True):
+            assert b == pytest.approx(a, abs=1e-6, rel=1e-5)
+        assert rank["last"]["logged/rank"] == 0.5
+    for rank in sharded:
+        assert largest_difference(two[0]["final"], rank["final"]) == 0
+        assert rank["last"] == two[0]["last"]
 
 
 @pytest.mark.slow
