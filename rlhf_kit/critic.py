@@ -11,7 +11,7 @@ from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_kit.loading import find_file
+from rlhf_kit.loading import ADAPTER_FILE, find_file
 from rlhf_kit.roles import CRITIC, add_critic_adapter, has_adapter
 from rlhf_kit.saving import VALUE_HEAD_FILE
 from rlhf_kit.value_head import load_value_head
@@ -67,7 +67,7 @@ class SavedCritic:
         head_file = None if name is None else find_file(name, VALUE_HEAD_FILE, **kwargs)
         if name is None or head_file is None:
             return cls(value_head or "linear", critic or "shared")
-        adapter_file = find_file(name, f"{CRITIC}/adapter_model.safetensors", **kwargs)
+        adapter_file = find_file(name, f"{CRITIC}/{ADAPTER_FILE}", **kwargs)
         found = "shared" if adapter_file is None else "adapter"
         if critic not in (None, found):
             raise ValueError(f"{name} holds a critic of kind {found!r}, but critic={critic!r} was asked for.")

@@ -6,6 +6,7 @@ get them. Everything is tokenised and checked when the trainer is built, so a pr
 before any weight changes. Masks come from lengths, never from comparing ids with the pad id: pad is often EOS.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from trl import apply_chat_template, is_conversational
+
+from rlhf_kit.fingerprint import digest
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
+
+    def columns_digest(self) -> str:
+        """Digest of the columns besides the prompt, which reward functions may read; objects count by their type."""
+        rows = [[row[name] for name in self.column_names] for row in self._dataset]
+        return digest(json.dumps([self.column_names, rows], default=lambda thing: type(thing).__name__))
 
     def batch(self, indices: Sequence[int]) -> PromptBatch:
         """The given rows as a `PromptBatch`, in the given order."""

@@ -22,7 +22,8 @@ FREE = {"output_dir", "log_every", "eval_every", "save_every", "save_total_limit
         "log_completions"}  # fmt: skip
 ROUNDING = {"micro_batch_size", "generation_batch_size", "gradient_checkpointing"}
 FALLING = ("linear", "cosine")  # schedules that depend on num_iterations
-NOT_COMPARED = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
+NOT_COMPARED = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
+                "_name_or_path", "name_or_path", "transformers_version", "architectures"}  # fmt: skip
 
 
 def run_identity(
@@ -31,6 +32,8 @@ def run_identity(
     prompts: PromptDataset | None,
     rewards: RewardFunctions | None,
     accelerator: Accelerator,
+    *,
+    stop_token_ids: list[int],
 ) -> dict[str, Any]:
     """All that must be the same for a resumed run to give the same numbers, as JSON values.
 
@@ -40,14 +43,18 @@ def run_identity(
         prompts: of the training, None in a loop of the user's own.
         rewards: their names, and fingerprints of models. The code of functions cannot be compared.
         accelerator: number of processes.
+        stop_token_ids: that end a completion; some come from the model's generation config.
     """
     adapters = model.pretrained_model.peft_config if model.is_peft_model else {}
     versions = {m.__name__: m.__version__ for m in (torch, transformers, peft, accelerate)}
     return {
         "config": _plain(asdict(args)),
         "adapters": {name: _plain(config.to_dict()) for name, config in adapters.items()},
+        "model config": _plain(model.config.to_dict()),
+        "end tokens": stop_token_ids,
         "frozen weights": _weights_fingerprint(model),
         "training prompts": prompts and digest(json.dumps(prompts.prompt_ids)),
+        "other columns": prompts and prompts.columns_digest(),
         "reward functions": rewards.names if rewards else [],
         "reward models": rewards.fingerprints() if rewards else {},
         "number of processes": accelerator.num_processes,
@@ -70,7 +77,14 @@ def compare_runs(saved: dict[str, Any], now: dict[str, Any]) -> tuple[list[str],
     if longer and own_config["lr_scheduler_type"] in FALLING:
         soft.append(f"{longer}, and the learning rate falls to 0 at that iteration")
     hard = [lines[name] for name in sorted(lines)] + _adapter_differences(saved["adapters"], now["adapters"])
-    for part in ("frozen weights", "training prompts", "reward models"):
+    hard += [
+        f"model config, {key}: {saved['model config'][key]!r} in the checkpoint, {now['model config'][key]!r} now"
+        for key in sorted({*saved["model config"]} & {*now["model config"]} - NOT_COMPARED)
+        if saved["model config"][key] != now["model config"][key]
+    ]
+    if saved["end tokens"] != now["end tokens"]:
+        hard.append(f"end tokens: {saved['end tokens']} in the checkpoint, {now['end tokens']} now")
+    for part in ("frozen weights", "training prompts", "other columns", "reward models"):
         if saved[part] != now[part]:
             hard.append(f"{part}: not those of the checkpoint")
     for part, differences in (("reward functions", hard), ("number of processes", soft), ("versions", soft)):

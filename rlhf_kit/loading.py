@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, try_to_load_from_cache
 from peft import PeftModel
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -14,6 +15,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from rlhf_kit.packaged import resolve_model
 
+ADAPTER_FILE = "adapter_model.safetensors"
 HUB_SETTINGS = ("revision", "token", "cache_dir", "local_files_only")
 
 
@@ -50,8 +52,26 @@ def load_causal_lm(
         )
     base_kwargs = {k: v for k, v in kwargs.items() if k != "revision"}
     model = AutoModelForCausalLM.from_pretrained(resolve_model(base), **base_kwargs)
+    fit_embeddings(model, find_file(name, ADAPTER_FILE, **hub_kwargs))
     # Without is_trainable the adapter comes back frozen and training it would change nothing.
     return PeftModel.from_pretrained(model, name, is_trainable=is_trainable, **hub_kwargs)
+
+
+def fit_embeddings(model: PreTrainedModel, file: str | Path | None) -> None:
+    """Give the base as many embeddings as an adapter was saved with: PEFT saves them too if there were new tokens.
+
+    Args:
+        model: resized in place.
+        file: weights of the adapter; None = nothing is done.
+    """
+    if file is None:
+        return
+    name = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    with safe_open(file, "pt") as weights:
+        found = [key for key in weights.keys() if key.endswith(f"{name}.weight")]  # noqa: SIM118
+        rows = [weights.get_slice(key).get_shape()[0] for key in found]
+    if rows and rows[0] != model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(rows[0], mean_resizing=False)
 
 
 def _refuse_unreachable(

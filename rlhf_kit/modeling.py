@@ -28,7 +28,7 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from rlhf_kit.adapters import add_adapters, check_peft_config
+from rlhf_kit.adapters import add_adapters, check_peft_config, refuse_leftover_adapters
 from rlhf_kit.critic import SavedCritic, give_critic
 from rlhf_kit.loading import (
     load_causal_lm,
@@ -39,7 +39,7 @@ from rlhf_kit.probes import refuse_other_generation, refuse_wrong_padding, warn_
 from rlhf_kit.quantized import adjust_quantized_layers
 from rlhf_kit.reference import make_reference, reference_adapter
 from rlhf_kit.roles import CRITIC, refuse_role_names, using_adapter
-from rlhf_kit.saving import merged_model, save_folder, upload_folder
+from rlhf_kit.saving import merged_model, refuse_adapter_folder, save_folder, upload_folder
 from rlhf_kit.scoring import (
     checkpointed_layers,
     completion_outputs,
@@ -81,6 +81,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                 f"expected a transformers model or a PeftModel around one, got {type(pretrained_model).__name__}."
             )
         self.is_peft_model = isinstance(pretrained_model, PeftModel)
+        if not self.is_peft_model:
+            refuse_leftover_adapters(pretrained_model)
         if self.is_peft_model:
             for name, config in pretrained_model.peft_config.items():
                 check_peft_config(config, name)
@@ -147,6 +149,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
                     f"peft_config was given, but the model already has adapters {list(model.peft_config)}: drop "
                     "peft_config to go on training them, or call merge_and_unload() on the model first."
                 )
+            refuse_leftover_adapters(model)
             model = add_adapters(model, peft_config)
         saved = SavedCritic.find(name, value_head=value_head, critic=critic, **kwargs)
         wrapped = cls(model, value_head=saved.value_head, critic=saved.critic)
@@ -335,8 +338,10 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             kwargs: passed to the model's own `save_pretrained`.
 
         Raises:
-            ValueError: merging would change the log-probs, or the base is sharded.
+            ValueError: merging would change the log-probs, the base is sharded, or the folder holds an adapter, which
+                transformers would apply to the merged model once more.
         """
+        refuse_adapter_folder(Path(save_directory))
         merged_model(self).save_pretrained(save_directory, **kwargs)
 
     def push_to_hub(

@@ -21,6 +21,7 @@ from rlhf_kit.packaged import resolve_model
 from rlhf_kit.processes import shard_base, sharding_is_wanted
 from rlhf_kit.reward_models import load_reward_model
 from rlhf_kit.rewards import RewardFunctions
+from rlhf_kit.roles import adapter_parameters
 from rlhf_kit.saving import VALUE_HEAD_FILE
 from rlhf_kit.scoring import checkpointable_layers
 
@@ -59,6 +60,9 @@ def refuse_used_folder(folder: Path, *, but_not_to_resume: bool = False) -> None
         folder: the output_dir.
         but_not_to_resume: let pass what `train(resume_from_checkpoint=True)` could go on with.
     """
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"output_dir {str(folder)!r} cannot be made: {str(place)!r} is a file.")
     files = (LOG_FILE, VALUE_HEAD_FILE, "adapter_config.json", "model.safetensors")
     found = [name for name in files if (folder / name).exists()] + sorted(p.name for p in folder.glob("checkpoint-*"))
     checkpoints = list_checkpoints(folder)
@@ -104,6 +108,7 @@ def build_model(
             model, peft_config=peft_config, value_head=args.value_head, critic=args.critic, **loading
         )
     _refuse_untrainable(model)
+    _refuse_unsavable(model)
     if args.gradient_checkpointing:
         checkpointable_layers(model.causal_lm)
     if sharding_is_wanted():
@@ -123,15 +128,38 @@ def _refuse_untrainable(model: AutoModelForCausalLMWithValueHead) -> None:
             "the policy has nothing to train: all its parameters are frozen. Pass peft_config=LoraConfig(...), or "
             "load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
         )
+    if model.is_peft_model:
+        network = model.pretrained_model
+        adapted = {id(p) for name in network.peft_config for p in adapter_parameters(network, name)}
+        loose = [name for name, p in policy if id(p) not in adapted]
+        if loose:
+            raise ValueError(
+                f"{len(loose)} trainable parameters belong to no adapter, e.g. {loose[0]}: the reference would move "
+                "with them, and saving the adapter would lose them. Freeze them, or name their layers in "
+                "LoraConfig(modules_to_save=...)."
+            )
     half = [name for name, p in policy if p.dtype in (torch.float16, torch.bfloat16)]
     if half:
         raise ValueError(
             f"{len(half)} trainable parameters are {str(dict(policy)[half[0]].dtype).removeprefix('torch.')}, e.g. "
             f"{half[0]}: most updates are smaller than its resolution and would be lost. Load with dtype='float32' "
-            "(and launch with --mixed_precision bf16 for speed), or train LoRA adapters, which are float32."
+            "(and launch with --mixed_precision bf16 for speed), or train LoRA adapters in float32, as PEFT makes "
+            "them unless autocast_adapter_dtype=False."
         )
     if not model.is_peft_model and getattr(model.causal_lm, "is_quantized", False):
         raise ValueError("a quantised base cannot be trained itself: pass peft_config=LoraConfig(...).")
+
+
+def _refuse_unsavable(model: AutoModelForCausalLMWithValueHead) -> None:
+    """A whole model is saved with its generation config, which transformers does not write if it is contradictory."""
+    if not model.is_peft_model:
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError as error:
+            raise ValueError(
+                f"the model could not be saved, for its generation_config contradicts itself: {error} Rollouts do not "
+                "use it: set model.generation_config = GenerationConfig()."
+            ) from error
 
 
 def load_tokenizer(source: Any, model: AutoModelForCausalLMWithValueHead) -> PreTrainedTokenizerBase:

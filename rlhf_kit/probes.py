@@ -34,7 +34,8 @@ def warn_of_distant_reference(model: Any) -> None:
     if kl > 1e-6:
         warnings.warn(
             f"the policy starts {kl:.3g} nats per token away from its reference (on {LENGTH} probe tokens): the KL "
-            "penalty pulls it there from the first iteration. Drop ref_model to start at KL 0.",
+            "penalty pulls it there from the first iteration. To start at KL 0, drop ref_model, or the adapter called "
+            "'reference' that an earlier run left on the model.",
             stacklevel=2,
         )
 

@@ -23,6 +23,8 @@ def make_reference(model: Any, ref_model: PreTrainedModel | None) -> PreTrainedM
     Returns:
         A frozen model of its own, or None where the reference lives on the policy's base.
     """
+    if ref_model is not None:
+        _check_reference_model(model, ref_model)
     own = {id(p) for p in model.pretrained_model.parameters()}
     if ref_model is not None and any(id(p) in own for p in ref_model.parameters()):
         raise ValueError(
@@ -38,6 +40,17 @@ def make_reference(model: Any, ref_model: PreTrainedModel | None) -> PreTrainedM
     if not getattr(reference, "is_quantized", False):
         reference.to(model.device)
     return reference
+
+
+def _check_reference_model(model: Any, ref_model: Any) -> None:
+    if not isinstance(ref_model, PreTrainedModel | PeftModel):
+        raise TypeError(
+            f"ref_model must be a loaded causal LM, got {type(ref_model).__name__}: pass "
+            "AutoModelForCausalLM.from_pretrained(name), or the pretrained_model of a model with value head."
+        )
+    known = int(ref_model.config.get_text_config().vocab_size)
+    if known != model.vocab_size:
+        raise ValueError(f"ref_model knows {known} tokens and the policy {model.vocab_size}: they need the same.")
 
 
 @contextmanager

@@ -88,13 +88,18 @@ class Checkpoints:
             folder = find_checkpoint(self._output_dir, checkpoint)
             verify(folder)
             saved = TrainingState(folder, self._model, self._identity)
+            if saved.iteration > self._args.num_iterations:
+                raise ValueError(
+                    f"{str(folder)!r} has done {saved.iteration} iterations, more than num_iterations="
+                    f"{self._args.num_iterations}: raise num_iterations. Nothing was changed."
+                )
             own = folder.resolve().parent == self._output_dir.resolve()
             if not own:
                 refuse_used_folder(self._output_dir)
         saved.apply(self._updater.optimizer, self._state, self._accelerator.process_index)
         self._updater.plan_from(self._state.iteration)
         if self._accelerator.is_main_process:
-            for aside in set_aside_later(folder) if own else ():
+            for aside in set_aside_later(folder, self._state.iteration) if own else ():
                 print(f"Later than {folder.name}, so set aside: {aside}")
             print(f"Resumed from {folder}, {self._state.iteration} of {self._args.num_iterations} iterations done.")
         self._journal.resume()

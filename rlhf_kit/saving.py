@@ -13,6 +13,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rlhf_kit.loading import ADAPTER_FILE, fit_embeddings
 from rlhf_kit.probes import logprob_difference
 from rlhf_kit.roles import CRITIC
 
@@ -35,6 +36,15 @@ def save_folder(model: Any, folder: Path, **kwargs: Any) -> None:
     save_file(weights, folder / VALUE_HEAD_FILE, metadata={"kind": model.v_head.kind})
 
 
+def refuse_adapter_folder(folder: Path) -> None:
+    """Raise `ValueError` if a plain model saved there would be loaded with an adapter on top."""
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{str(folder)!r} holds an adapter, and transformers would apply it to the merged model once more: choose "
+            "another folder. Nothing was written."
+        )
+
+
 def merged_model(model: Any) -> PreTrainedModel:
     """A copy of the policy without PEFT: the adapter added into the weights of the base.
 
@@ -52,6 +62,9 @@ def merged_model(model: Any) -> PreTrainedModel:
         with tempfile.TemporaryDirectory() as folder:
             save_folder(model, Path(folder))
             base = AutoModelForCausalLM.from_pretrained(model.config.name_or_path)
+            if getattr(base, "is_quantized", False):  # the checkpoint itself is
+                base = base.dequantize()
+            fit_embeddings(base, Path(folder, ADAPTER_FILE))
             return PeftModel.from_pretrained(base, folder).merge_and_unload().eval()
     merged = copy.deepcopy(model.pretrained_model).merge_and_unload(
         adapter_names=[model.pretrained_model.active_adapter]

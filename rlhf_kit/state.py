@@ -61,6 +61,12 @@ class PPOState(TrainerState):
             self.score_moments = RunningMoments(**self.score_moments)
 
 
+def last_metrics(state: PPOState) -> dict[str, float]:
+    """The newest logged metrics of an iteration; none before the first."""
+    lines = [line for line in state.log_history if "score" in line]
+    return lines[-1] if lines else {}
+
+
 def first_state(args: PPOConfig, accelerator: Accelerator) -> PPOState:
     """Before the first iteration."""
     return PPOState(

@@ -37,7 +37,7 @@ from rlhf_kit.rewards import RewardFunc, Rewards
 from rlhf_kit.rollout import Rollout, concat_rollouts, record_rollout
 from rlhf_kit.sampling import Sampler, seeded
 from rlhf_kit.signals import StopSignals
-from rlhf_kit.state import first_state
+from rlhf_kit.state import first_state, last_metrics
 from rlhf_kit.step_input import check_context, checked_step, id_lists
 from rlhf_kit.targets import compute_targets, shaped_scores
 from rlhf_kit.update import Updater, end_if_never_finite
@@ -56,7 +56,7 @@ class PPOTrainer:
         args: settings; None = the defaults.
         train_dataset: rows with a "prompt" column, text or messages; see `rlhf_kit.data`. None = only `step`.
         eval_dataset: the same for `evaluate`, which `train` calls before, between (`eval_every`) and after.
-        processing_class: the tokenizer; None = loaded from where the model came from.
+        processing_class: the tokenizer; None = loaded from the model's folder; for a loaded model, from its base's.
         peft_config: LoRA adapters to train. None = train the whole model, with a frozen copy as reference, or the
             adapters the model already has.
         ref_model: another reference than the starting point; it is frozen. None = one that the model has been given by
@@ -122,7 +122,14 @@ class PPOTrainer:
             updater=self.updater,
             state=self.state,
             journal=self._journal,
-            identity=run_identity(args, self.model, self.train_prompts, self.reward_funcs, self.accelerator),
+            identity=run_identity(
+                args,
+                self.model,
+                self.train_prompts,
+                self.reward_funcs,
+                self.accelerator,
+                stop_token_ids=self.sampler.stop_token_ids,
+            ),
             write_model=self._write_model,
         )
         if self.accelerator.is_main_process:
@@ -156,7 +163,7 @@ class PPOTrainer:
         if resume_from_checkpoint:
             self.load_checkpoint(resume_from_checkpoint)
         self._journal.open()
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = last_metrics(self.state)
         self.control.should_training_stop = False
         self._journal.emit("on_train_begin")
         self.state.evaluation_due |= self.eval_prompts is not None and self.state.iteration == 0

@@ -84,6 +84,7 @@ class TrainingState:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"{str(folder)!r} is no checkpoint that this version can read: {error!r}.") from error
         refuse_another_run(*differences)
+        self.iteration = self._state.iteration  # iterations that were done
         self._model = model
         self._weights = {k.removeprefix("weight/"): v for k, v in tensors.items() if k.startswith("weight/")}
         self._moments = [(*k.split("/", 1), v) for k, v in tensors.items() if not k.startswith("weight/")]

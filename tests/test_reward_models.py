@@ -115,6 +115,30 @@ def test_batch_size_and_neighbours_do_not_change_a_score(tmp_path):
     assert_close(reward(PROMPT_IDS, COMPLETION_IDS), together, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("loading", [{"load_in_8bit": True}, {"load_in_4bit": True}, {"dtype": torch.bfloat16}])
+def test_on_a_base_in_low_precision(loading, tmp_path):
+    # kills: an adapter that cannot be put on a quantised layer, a score head that meets half-precision states
+    base = save_base(tmp_path / "base")
+    folder = save_reward_adapter(base, tmp_path / "reward")
+    exact = adapter_on(policy_on(base), folder)(PROMPT_IDS, COMPLETION_IDS)
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(base, peft_config=make_lora("llama"), **loading)
+    scores = adapter_on(model, folder)(PROMPT_IDS, COMPLETION_IDS)
+    assert_close(torch.tensor(scores), torch.tensor(exact), atol=0.3 * float(torch.tensor(exact).std()), rtol=0)
+
+
+def test_merging_the_policy_leaves_the_reward_out(tmp_path):
+    # kills: the reward adapter merged into the model that is shipped
+    base = save_base(tmp_path / "base")
+    model = policy_on(base)
+    adapter_on(model, save_reward_adapter(base, tmp_path / "reward"))
+    model.merge_and_save(tmp_path / "merged")
+    merged = make_model("llama", seed=1)
+    merged.load_state_dict(type(merged).from_pretrained(tmp_path / "merged").state_dict())
+    ids = torch.tensor([PROMPT_IDS[0] + COMPLETION_IDS[0]])
+    with torch.no_grad():
+        assert_close(merged(ids).logits, make_model("llama")(ids).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_layers_the_policy_does_not_adapt(tmp_path):
     # kills: reward weights dropped where the policy has no adapter
     base = save_base(tmp_path / "base")
@@ -235,6 +259,16 @@ def test_model_of_its_own_reads_text_and_end_token(tmp_path, tokenizer):
     assert seen[0]["input_ids"][0].tolist() == long
     assert seen[0]["input_ids"][1, : len(short)].tolist() == short
     assert seen[0]["attention_mask"].sum(-1).tolist() == [len(long), len(short)]
+
+
+def test_batches_of_a_model_of_its_own(tmp_path, tokenizer):
+    # kills: padding read as the last token, rows of the last batch lost
+    reward = load(save_classifier(tmp_path / "rm"), policy_on(save_base(tmp_path / "base")), tokenizer)
+    prompts, completions = [*TEXTS, "a", "b"], [" x", " yy z", " dog", " sun", ""]
+    ids = [[1]] * 5
+    one_by_one = [reward(*sample)[0] for sample in zip([[p] for p in prompts], [[c] for c in completions],
+                                                       [[i] for i in ids], strict=True)]  # fmt: skip
+    assert_close(reward(prompts, completions, ids), one_by_one, atol=1e-5, rtol=1e-5)
 
 
 def test_chats_are_rendered_by_the_reward_models_own_template(tmp_path, tokenizer):

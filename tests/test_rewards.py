@@ -765,3 +765,32 @@ def test_what_was_logged_belongs_to_one_call():
     rewards = RewardFunctions(reward)
     given = {"prompts": PROMPTS, "completions": COMPLETIONS, "prompt_ids": PROMPT_IDS, "completion_ids": IDS}
     assert [rewards(**given, columns={}).metrics for _ in range(2)] == [{"m": 1.0}, {}]
+
+
+def test_models_come_before_functions():
+    # kills: a function that fails in one process before all have made the passes that a sharded base needs
+    called = []
+
+    class Model:
+        __name__ = "model"
+
+        def fingerprint(self):
+            return "f"
+
+        def nbytes(self):
+            return 7
+
+        def __call__(self, completions):
+            called.append("model")
+            return LENGTHS
+
+    def function(completions):
+        called.append("function")
+        return [0.0] * 3
+
+    rewards = RewardFunctions([function, Model(), function])
+    judged = rewards(prompts=PROMPTS, completions=COMPLETIONS, prompt_ids=PROMPT_IDS, completion_ids=IDS, columns={})
+    assert called == ["model", "function", "function"]
+    assert judged.by_function["model"].tolist() == LENGTHS
+    assert rewards.fingerprints() == {"model": "f"}
+    assert rewards.model_bytes() == 7

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import TEXTS, make_lora, make_model
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from rlhf_kit import AutoModelForCausalLMWithValueHead, PPOTrainer
 
@@ -46,6 +46,52 @@ def test_folder_of_a_run_is_all_that_peft_needs(base, config_factory, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer(TEXTS[0]).input_ids == trainer.processing_class(TEXTS[0]).input_ids
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+
+
+def test_a_merged_model_does_not_go_where_its_adapter_is(base, config_factory, tmp_path):
+    # kills: transformers applying the adapter once more to the merged weights
+    trainer = make_trainer(config_factory(learning_rate=1e-2), base)
+    trainer.train()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    for merge in (trainer.merge_and_save, trainer.model.merge_and_save):
+        with pytest.raises(ValueError, match="holds an adapter, and transformers would apply it to the merged model"):
+            merge(tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
+
+
+def test_a_base_that_was_given_more_tokens(base, config_factory, tmp_path, tokenizer):
+    # kills: an adapter that can be saved and not loaded, by us where PEFT can
+    model = AutoModelForCausalLM.from_pretrained(base)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    model.resize_token_embeddings(len(tokenizer))
+    trainer = make_trainer(config_factory(learning_rate=1e-2), model, processing_class=tokenizer)
+    trainer.train()
+    expected = logits(trainer.model.pretrained_model)
+    again = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "run")
+    assert again.vocab_size == len(tokenizer) == 301
+    assert torch.equal(logits(again.pretrained_model), expected)
+    quantised = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "run", load_in_8bit=True)
+    quantised.merge_and_save(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_merging_onto_a_checkpoint_that_is_quantised_itself(bits, base, tmp_path):
+    # kills: a merge into int8 weights, which bitsandbytes cannot save or rounds away
+    config = BitsAndBytesConfig(load_in_8bit=True) if bits == 8 else BitsAndBytesConfig(load_in_4bit=True)
+    quantised = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
+    quantised.save_pretrained(tmp_path / "small")
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path / "small"), peft_config=make_lora("llama"))
+    torch.manual_seed(0)
+    for name, p in model.trainable_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    model.merge_and_save(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    mine = logits(model.pretrained_model).float()
+    difference = (logits(merged).float().log_softmax(-1) - mine.log_softmax(-1)).abs().mean()
+    assert difference < 0.1
 
 
 def test_card_tells_base_settings_and_numbers(base, config_factory, tmp_path):

@@ -873,3 +873,20 @@ def test_early_stop_says_how_far_the_policy_had_moved(tokenizer, config_factory)
     args = config_factory(num_iterations=1, ppo_epochs=20, learning_rate=3e-2, max_approx_kl=1e-4)
     metrics = make_trainer(args, tokenizer).train()
     assert metrics["stopping_approx_kl"] > 1e-4
+
+
+def test_output_dir_below_a_file_is_refused_at_once(tokenizer, config_factory, tmp_path):
+    # kills: an iteration trained before the first line can be written
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match=r"cannot be made: '.*file' is a file"):
+        PPOTrainer(make_model(), None, config_factory(output_dir=str(tmp_path / "file" / "run")),
+                   processing_class=tokenizer)  # fmt: skip
+
+
+def test_a_model_that_could_not_be_saved_is_refused_before_it_is_trained(tokenizer, config_factory):
+    # kills: transformers' refusal of a contradictory generation config after the last iteration
+    model = make_model()
+    model.generation_config.do_sample, model.generation_config.temperature = False, 0.7
+    with pytest.raises(ValueError, match="the model could not be saved, for its generation_config contradicts itself"):
+        PPOTrainer(model, None, config_factory(), processing_class=tokenizer)
+    PPOTrainer(model, None, config_factory(), processing_class=tokenizer, peft_config=make_lora())

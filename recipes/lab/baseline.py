@@ -59,7 +59,7 @@ def gradients(trainer, rng: random.Random) -> torch.Tensor:
 
 
 def main() -> None:
-    options = arguments(seeds=100, iterations=30)  # seeds: batches
+    options = arguments(seeds=100, iterations=80)  # seeds: batches
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         settings = {"learning_rate": 0.0, "kl_coef": 0.0, "num_iterations": options.iterations}

@@ -11,7 +11,7 @@ Change first: COEFFICIENTS.
 
 from tiny_language import arguments, draw, figure, grammatical, last, periods, save, spread, train
 
-COEFFICIENTS = {"none": 0.0, "moderate": 0.7, "too high": 20.0}
+COEFFICIENTS = {"none": 0.0, "moderate": 0.4, "too high": 20.0}
 COLORS = ["tab:red", "tab:green", "tab:blue"]
 
 

@@ -13,7 +13,7 @@ Change first: COEFFICIENTS.
 
 from tiny_language import GOOD, arguments, curve, draw, figure, is_sentence, last, save, sentences, spread, train
 
-COEFFICIENTS = {"no KL penalty": 0.0, "KL penalty 0.5": 0.5}
+COEFFICIENTS = {"no KL penalty": 0.0, "KL penalty 0.2": 0.2}
 
 
 def proxy(completions: list[str], **kwargs: object) -> list[float]:
