@@ -48,7 +48,7 @@ def test_listed_by_number_and_the_newest_is_found(tmp_path):
     # kills: order by name (10 before 9), other folders taken for checkpoints
     for iteration in (9, 10, 2):
         write(tmp_path, iteration)
-    for other in ("checkpoint-11", "checkpoint-x", "checkpoint-12-old", "other"):
+    for other in ("checkpoint-1", "checkpoint-x", "checkpoint-12-old", "other"):
         (tmp_path / other).mkdir()
     (tmp_path / "checkpoint-x" / MANIFEST).write_text("{}")
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]

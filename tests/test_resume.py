@@ -458,7 +458,7 @@ def test_a_callback_whose_state_cannot_be_saved_is_named(tmp_path):
         def state(self):
             return {"args": {}, "attributes": {"seen": np.float32(1)}}
 
-    with pytest.raises(TypeError, match="the state of callback Odd_0 cannot be saved"):
+    with pytest.raises(TypeError, match="callback Odd_0 has a state that cannot be saved"):
         make(tmp_path, callbacks=[Odd()]).train()
 
 

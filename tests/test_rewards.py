@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import trl.rewards
-from conftest import TEXTS, make_lora, make_model
+from conftest import TEXTS, make_lora, make_model, make_tokenizer
 from torch import nn
 from torch.testing import assert_close
 from trl.rewards import get_soft_overlong_punishment, think_format_reward
@@ -183,8 +183,9 @@ def test_trl_rewards_give_what_they_give_under_grpo():
     assert {"solution", "answer_parsed"} & set(judged.columns)
 
 
-def test_trl_rewards_train(tokenizer, config_factory):
+def test_trl_rewards_train(config_factory):
     # kills: a reward of TRL's that works by hand and not in a run, logged columns that break the log
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     rows = [{"prompt": [{"role": "user", "content": text[:8]}], "solution": "$4$"} for text in TEXTS]
     trainer = PPOTrainer(

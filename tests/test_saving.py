@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import TEXTS, make_lora, make_model
+from conftest import TEXTS, make_lora, make_model, make_tokenizer
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -59,9 +59,10 @@ def test_a_merged_model_does_not_go_where_its_adapter_is(base, config_factory, t
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
 
 
-def test_a_base_that_was_given_more_tokens(base, config_factory, tmp_path, tokenizer):
+def test_a_base_that_was_given_more_tokens(base, config_factory, tmp_path):
     # kills: an adapter that can be saved and not loaded, by us where PEFT can
     model = AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     model.resize_token_embeddings(len(tokenizer))
     trainer = make_trainer(config_factory(learning_rate=1e-2), model, processing_class=tokenizer)
