@@ -1,11 +1,15 @@
 """LoRA adapters: which layers they go on, what cannot be switched off, and what is trained in the end."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -80,6 +84,7 @@ def _adapted_layers(model: PeftModel) -> list[str]:
         name
         for name, layer in model.named_modules()
         if isinstance(layer, BaseTunerLayer)
+        and not isinstance(layer, ParamWrapper)
         and any(active in getattr(layer, kind) for kind in layer.adapter_layer_names)
     ]
     return sorted(names or getattr(model.base_model, "targeted_parameter_names", []))
@@ -116,6 +121,39 @@ def refuse_leftover_adapters(model: nn.Module) -> None:
             "that it is given. Load the model afresh for each run, call unload() on the earlier PeftModel, or pass "
             "that PeftModel without peft_config to go on training it."
         )
+
+
+@contextmanager
+def bare_again_on_error(model: Any) -> Iterator[None]:
+    """If the block raises, adapters that it put into a loaded model without any are taken out again.
+
+    Args:
+        model: anything; only a bare `PreTrainedModel` is looked after.
+    """
+    bare = isinstance(model, PreTrainedModel) and not any(isinstance(m, BaseTunerLayer) for m in model.modules())
+    flags = [(p, p.requires_grad) for p in model.parameters()] if bare else []
+    try:
+        yield
+    except Exception:
+        if bare:
+            _take_out_adapters(model)
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+        raise
+
+
+def _take_out_adapters(model: PreTrainedModel) -> None:
+    taken: list[str] = []
+    for name, module in list(model.named_modules()):
+        if any(name.startswith(f"{outer}.") for outer in taken):
+            continue
+        if isinstance(module, BaseTunerLayer):
+            model.set_submodule(name, module.get_base_layer())
+            taken.append(name)
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            model.set_submodule(name, module.original_module)
+            taken.append(name)
+    model.__dict__.pop("peft_config", None)
 
 
 def check_peft_config(config: PeftConfig, name: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
 from trl import is_conversational
 
-from rlhf_kit.adapters import describe_training
+from rlhf_kit.adapters import bare_again_on_error, describe_training
 from rlhf_kit.card import write_model_card
 from rlhf_kit.config import PPOConfig
 from rlhf_kit.data import PromptBatch, PromptDataset, prompt_order
@@ -85,24 +85,25 @@ class PPOTrainer:
         refuse_used_folder(Path(args.output_dir), but_not_to_resume=True)
         self.accelerator = make_accelerator(args)
         set_seed(args.seed)
-        self.model = build_model(model, args, peft_config, self.accelerator)
-        if ref_model is not None or self.model.ref_model is None:
-            self.model.create_reference(ref_model)
-        self.processing_class = processing_class or load_tokenizer(model, self.model)
-        self.sampler = Sampler(self.processing_class, args, self.model.generation_config)
-        check_stop_ids(self.sampler.stop_token_ids, self.model.vocab_size)
-        self.train_prompts = self._prompts(train_dataset)
-        self.eval_prompts = self._prompts(eval_dataset)
-        if args.eval_every is not None and eval_dataset is None:
-            raise ValueError(f"eval_every={args.eval_every} needs an eval_dataset.")
-        self.reward_funcs = make_rewards(
-            reward_funcs,
-            args,
-            self.model,
-            self.accelerator,
-            stop_token_ids=self.sampler.stop_token_ids,
-            prompts=[self.train_prompts, self.eval_prompts],
-        )
+        with bare_again_on_error(model):  # so that a corrected call can be given the same loaded model
+            self.model = build_model(model, args, peft_config, self.accelerator)
+            if ref_model is not None or self.model.ref_model is None:
+                self.model.create_reference(ref_model)
+            self.processing_class = processing_class or load_tokenizer(model, self.model)
+            self.sampler = Sampler(self.processing_class, args, self.model.generation_config)
+            check_stop_ids(self.sampler.stop_token_ids, self.model.vocab_size)
+            self.train_prompts = self._prompts(train_dataset)
+            self.eval_prompts = self._prompts(eval_dataset)
+            if args.eval_every is not None and eval_dataset is None:
+                raise ValueError(f"eval_every={args.eval_every} needs an eval_dataset.")
+            self.reward_funcs = make_rewards(
+                reward_funcs,
+                args,
+                self.model,
+                self.accelerator,
+                stop_token_ids=self.sampler.stop_token_ids,
+                prompts=[self.train_prompts, self.eval_prompts],
+            )
         self.updater = Updater(self.model, args, self.accelerator)
         self.state = first_state(args, self.accelerator)
         self._journal = Journal(

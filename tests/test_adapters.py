@@ -144,3 +144,23 @@ def test_what_is_no_reference_model(make, error, match, tokenizer, config_factor
     # kills: an AttributeError, or a mismatch deep in the first rollout
     with pytest.raises(error, match=match):
         PPOTrainer(make_model("llama"), None, config_factory(), processing_class=tokenizer, ref_model=make())
+
+
+@pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["lm_head"]}])
+def test_a_refused_trainer_leaves_the_model_as_it_was(lora, tokenizer, config_factory):
+    # kills: a corrected second try that is refused because the first one left its adapters
+    base = make_model("llama")
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in base.named_parameters()}
+    rows = [{"prompt": "Hello"}]
+    for broken in ({"train_dataset": [{"text": "Hello"}]}, {"reward_funcs": 3.0}, {"callbacks": None}):
+        parts = {"train_dataset": rows, "reward_funcs": lambda completions: [0.0] * len(completions), **broken}
+        if "callbacks" in broken:  # the corrected call
+            PPOTrainer(base, args=config_factory(), processing_class=tokenizer,
+                       peft_config=make_lora("llama", **lora), **parts)  # fmt: skip
+            continue
+        with pytest.raises((ValueError, TypeError)):
+            PPOTrainer(base, args=config_factory(), processing_class=tokenizer,
+                       peft_config=make_lora("llama", **lora), **parts)  # fmt: skip
+        now = {name: (p, p.requires_grad) for name, p in base.named_parameters()}
+        assert now.keys() == before.keys()
+        assert all(torch.equal(now[n][0], p) and now[n][1] == flag for n, (p, flag) in before.items())

@@ -131,6 +131,7 @@ def test_the_parts():
     assert model.config is base.config
     assert model.generation_config is base.generation_config
     assert model.device == torch.device("cpu")
+    base = make_model("llama")
     plain = AutoModelForCausalLMWithValueHead(base)
     assert not plain.is_peft_model
     assert plain.causal_lm is plain.pretrained_model is base
