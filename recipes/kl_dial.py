@@ -9,8 +9,8 @@ A run of pipeline.py:        python recipes/kl_dial.py --policy runs/pipeline/pp
                                  --reward_model runs/pipeline/reward --output_dir runs/dial
 Keep one as a plain model:   ... --export 0.5
 
-Hardware and time:           packaged:smollm2 on 2 CPU cores: about a quarter of a minute per scale; docs/lab.md shows
-                             the table.
+Hardware and time:           packaged:smollm2 on 2 CPU cores: less than a minute per scale; docs/lab.md shows the
+                             table.
 Expect:                      score and KL rise with the scale, the score faster at first.
 Change first:                --scales, then EVAL_PROMPTS below.
 """

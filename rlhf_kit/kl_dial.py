@@ -85,8 +85,8 @@ def dialed(model: AutoModelForCausalLMWithValueHead, scale: float) -> Iterator[N
         yield
     finally:
         with flags_kept(network):
-            network.delete_adapter(DIAL)
             network.set_adapter(policy)
+            network.delete_adapter(DIAL)
 
 
 def sweep_dial(trainer: Any, scales: Sequence[float] = SCALES, eval_dataset: Any = None) -> list[DialPoint]:
