@@ -80,8 +80,7 @@ def main() -> None:
     )
 
     # Train.
-    resume = recipe.resume_from_checkpoint
-    trainer.train(resume_from_checkpoint=True if resume == "last" else resume)
+    trainer.train(resume_from_checkpoint=recipe.resume_from_checkpoint)
     if trainer.accelerator.is_main_process:
         print(run_summary(args.output_dir))
 

@@ -1,11 +1,12 @@
 """LoRA adapters: which layers they go on, what cannot be switched off, and what is trained in the end."""
 
 import copy
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, PeftType, TaskType, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
@@ -30,8 +31,17 @@ def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
     Raises:
         ValueError: adapters that cannot be switched off exactly, or a name that no layer has.
     """
+    if not isinstance(config, PeftConfig):
+        raise TypeError(f"peft_config must be a PeftConfig such as LoraConfig(r=16), got {type(config).__name__}.")
     check_peft_config(config, "peft_config")
     config = copy.deepcopy(config)
+    config.task_type = TaskType.CAUSAL_LM
+    if getattr(config, "lora_dropout", 0):
+        warnings.warn(
+            f"lora_dropout={config.lora_dropout} has no effect: PPO compares the probabilities of a token before and "
+            "after an update, and dropout would change them without one. It is off in every pass.",
+            stacklevel=2,
+        )
     layers = {name.rsplit(".", 1)[-1]: layer for name, layer in model.named_modules() if _is_linear(layer)}
     if (
         hasattr(config, "target_modules")
@@ -44,9 +54,22 @@ def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
         targets = config.target_modules
         named = layers if isinstance(targets, str) else {name.rsplit(".", 1)[-1] for name in targets or ()}
         config.fan_in_fan_out = any(isinstance(layers.get(name), Conv1D) for name in named)
-    adapted = get_peft_model(model, config)
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        if "not found in the base model" not in str(error):
+            raise
+        raise ValueError(_no_such_layers(config.target_modules, layers)) from error
     refuse_unmatched_targets(adapted)
     return adapted
+
+
+def _no_such_layers(names: str | Iterable[str], found: Iterable[str]) -> str:
+    wrong = names if isinstance(names, str) else sorted(names)
+    return (
+        f"target_modules names {wrong}, but the model has no such layers; those found are {sorted(found)}. Correct "
+        "the names, or use target_modules='all-linear'."
+    )
 
 
 def _default_targets(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[str] | str:
@@ -106,10 +129,7 @@ def refuse_unmatched_targets(model: PeftModel) -> None:
         unmatched = sorted(t for t in targets if not any(name == t or name.endswith(f".{t}") for name in adapted))
         if unmatched:
             linear = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if hasattr(m, "base_layer")}
-            raise ValueError(
-                f"target_modules names {unmatched}, but the model has no such layers; those found are "
-                f"{sorted(linear)}. Correct the names, or use target_modules='all-linear'."
-            )
+            raise ValueError(_no_such_layers(unmatched, linear))
 
 
 def refuse_leftover_adapters(model: nn.Module) -> None:
@@ -166,4 +186,14 @@ def check_peft_config(config: PeftConfig, name: str) -> None:
         raise ValueError(
             f"{name} trains biases of the base (bias={config.bias!r}), so switching the adapters off would no longer "
             "give the reference: use bias='none'."
+        )
+    if config.peft_type == PeftType.ADALORA:
+        raise ValueError(
+            f"{name} is ADALORA, whose ranks change while it is trained, by a schedule that PPO's loop does not "
+            "follow. Use LoRA."
+        )
+    if config.task_type not in (None, TaskType.CAUSAL_LM):
+        raise ValueError(
+            f"{name} has task_type={config.task_type!r}, but the policy is a causal LM, and could not be loaded as "
+            "one again: use task_type='CAUSAL_LM'. A reward model belongs in reward_funcs."
         )

@@ -88,13 +88,16 @@ class JsonlLog(TrainerCallback):
             self._start(args)
         _append_lines(folder / LOG_FILE, [logs])
         _append_lines(folder / COMPLETIONS_FILE, completions)
+        state.completions_logged += len(completions)
 
     def rewind(self, args: PPOConfig, state: PPOState) -> None:
         """Bring the files to where a resumed run goes on: later lines go, and so does one that a kill cut off."""
         self._start(args)
         path = Path(args.output_dir) / COMPLETIONS_FILE
         rows = read_jsonl(path) if path.exists() else []
-        _replace_lines(path, [row for row in rows if row.get("iteration", 0) <= state.iteration])
+        rows = rows[: state.completions_logged]  # none, if it goes on in another folder
+        _replace_lines(path, rows)
+        state.completions_logged = len(rows)
         _replace_lines(Path(args.output_dir) / LOG_FILE, state.log_history)
 
     def _start(self, args: PPOConfig) -> None:

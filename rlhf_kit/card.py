@@ -17,6 +17,17 @@ NUMBERS = {
     "eval_ref_kl": "KL to the reference, held-out prompts",
 }
 
+LOAD = """from {library} import {loader}
+from transformers import AutoTokenizer
+
+model = {loader}.from_pretrained("{name}")"""
+
+LOAD_ON_OWN_BASE = """from peft import PeftModel
+from transformers import AutoTokenizer
+
+base = ...  # the {kind} it was trained on, which had no name
+model = PeftModel.from_pretrained(base, "{name}")"""
+
 TEXT = """---
 {data}
 ---
@@ -26,10 +37,7 @@ TEXT = """---
 {what} of `{base}`, trained by PPO with rlhf_kit in {iterations} iterations on {episodes} completions.
 
 ```python
-from {library} import {loader}
-from transformers import AutoTokenizer
-
-model = {loader}.from_pretrained("{name}")
+{load}
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 
@@ -58,7 +66,14 @@ def write_model_card(
         merged: an ordinary model folder rather than an adapter.
     """
     adapter = model.is_peft_model and not merged
-    base = model.config.name_or_path or type(model.causal_lm).__name__
+    kind = type(model.causal_lm).__name__
+    base = model.config.name_or_path or kind
+    name = folder.name if not folder.name.startswith(".") else Path(args.output_dir).name
+    if adapter and not model.config.name_or_path:
+        load = LOAD_ON_OWN_BASE.format(name=name, kind=kind)
+    else:
+        library, loader = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
+        load = LOAD.format(name=name, library=library, loader=loader)
     data = ModelCardData(
         base_model=None if Path(base).exists() or "/" not in base else base,  # the hub takes names only
         library_name="peft" if adapter else "transformers",
@@ -67,13 +82,12 @@ def write_model_card(
     )
     text = TEXT.format(
         data=data.to_yaml(),
-        name=folder.name if not folder.name.startswith(".") else Path(args.output_dir).name,
+        name=name,
+        load=load,
         what="A LoRA adapter" if adapter else "A fine-tuned version",
         base=base,
         iterations=state.iteration,
         episodes=state.episodes,
-        library="peft" if adapter else "transformers",
-        loader="AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM",
         rows="\n".join(_row(key, label, state) for key, label in NUMBERS.items() if _values(key, state)),
         settings=json.dumps(_own_settings(args), indent=2),
     )

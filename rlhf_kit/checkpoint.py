@@ -108,13 +108,13 @@ def _free_place(path: Path) -> Path:
 
 
 def find_checkpoint(output_dir: Path, checkpoint: str | Path | bool) -> Path:
-    """The folder that True (the newest in `output_dir`) or a path means.
+    """The folder that True or "last" (the newest in `output_dir`) or a path means.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: the newest is not whole, or only linked from here.
     """
-    if checkpoint is not True:
+    if checkpoint not in (True, "last"):
         return Path(str(checkpoint))
     for newest in _numbered(output_dir)[-1:]:
         if newest.is_symlink():
@@ -130,8 +130,8 @@ def find_checkpoint(output_dir: Path, checkpoint: str | Path | bool) -> Path:
     found = list_checkpoints(output_dir)
     if not found:
         raise FileNotFoundError(
-            f"resume_from_checkpoint=True, but {str(output_dir)!r} holds no checkpoint: start without it, or pass the "
-            "path of one. Checkpoints are written every save_every iterations."
+            f"resume_from_checkpoint={checkpoint!r}, but {str(output_dir)!r} holds no checkpoint: start without it, "
+            "or pass the path of one. Checkpoints are written every save_every iterations."
         )
     return found[-1]
 

@@ -64,7 +64,9 @@ class PPOConfig:
     )
     truncate_prompts: bool = field(
         default=False,
-        metadata=_help("Cut overlong prompts on the left, keeping their last tokens, instead of refusing."),
+        metadata=_help(
+            "Cut overlong prompts on the left, to max_prompt_length or what the context leaves, not refuse."
+        ),
     )
     text_prompt_length: int | None = field(
         default=None, metadata=_help("Use the first N tokens of the dataset's raw 'text' column as the prompt.")

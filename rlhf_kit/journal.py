@@ -12,8 +12,10 @@ from transformers import TrainerCallback, TrainerControl
 
 from rlhf_kit.callbacks import CallbackList, JsonlLog, Progress, Trackers
 from rlhf_kit.config import PPOConfig
+from rlhf_kit.folder_lock import claim, release
 from rlhf_kit.metrics import completion_rows
 from rlhf_kit.preparation import refuse_used_folder
+from rlhf_kit.processes import failing_together
 from rlhf_kit.rollout import Rollout
 from rlhf_kit.state import PPOState
 
@@ -53,13 +55,25 @@ class Journal:
         """Claim `output_dir`, before the first thing is written there.
 
         Raises:
-            ValueError: it holds another run.
+            ValueError: it holds another run, or another process writes to it.
         """
-        if self._is_open:
-            return
-        refuse_used_folder(Path(self._args.output_dir))
+        folder = Path(self._args.output_dir)
+        if not self._is_open:
+            refuse_used_folder(folder)
+            self._accelerator.wait_for_everyone()  # nobody writes before all have looked
+        with failing_together(self._accelerator):
+            if self._accelerator.is_main_process:
+                claim(folder)
         self._is_open = True
-        self._accelerator.wait_for_everyone()  # nobody writes before all have looked
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open inside the `with` block; afterwards other processes may write to `output_dir`."""
+        self.open()
+        try:
+            yield
+        finally:
+            release(Path(self._args.output_dir))
 
     def resume(self) -> None:
         """Claim `output_dir` for a run that goes on, and take back what was logged after its checkpoint."""
@@ -67,6 +81,7 @@ class Journal:
         self._unlogged = None
         self._callbacks.load_states(self._state.stateful_callbacks)
         if self._accelerator.is_main_process:
+            claim(Path(self._args.output_dir))
             self._files.rewind(self._args, self._state)
 
     def emit(self, event: str, **kwargs: Any) -> None:

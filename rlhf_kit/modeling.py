@@ -39,7 +39,7 @@ from rlhf_kit.probes import refuse_other_generation, refuse_wrong_padding, warn_
 from rlhf_kit.quantized import adjust_quantized_layers
 from rlhf_kit.reference import make_reference, reference_adapter
 from rlhf_kit.roles import CRITIC, refuse_role_names, using_adapter
-from rlhf_kit.saving import merged_model, refuse_adapter_folder, save_folder, upload_folder
+from rlhf_kit.saving import merged_model, refuse_model_folder, save_folder, upload_folder
 from rlhf_kit.scoring import (
     checkpointed_layers,
     completion_outputs,
@@ -338,10 +338,10 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             kwargs: passed to the model's own `save_pretrained`.
 
         Raises:
-            ValueError: merging would change the log-probs, the base is sharded, or the folder holds an adapter, which
-                transformers would apply to the merged model once more.
+            ValueError: merging would change the log-probs, the base is sharded, or the folder holds a model or an
+                adapter already.
         """
-        refuse_adapter_folder(Path(save_directory))
+        refuse_model_folder(Path(save_directory))
         merged_model(self).save_pretrained(save_directory, **kwargs)
 
     def push_to_hub(

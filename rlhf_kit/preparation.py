@@ -69,7 +69,8 @@ def refuse_used_folder(folder: Path, *, but_not_to_resume: bool = False) -> None
     if checkpoints and but_not_to_resume:
         return
     if found:
-        resume = ", go on with it by train(resume_from_checkpoint=True)" if checkpoints else ""
+        ways = "train(resume_from_checkpoint=True), or trainer.load_checkpoint() before a loop of your own"
+        resume = f", go on with it by {ways}" if checkpoints else ""
         raise ValueError(
             f"output_dir {str(folder)!r} already holds {found}: choose another output_dir{resume}, or move it away. "
             "Nothing was changed."
@@ -163,16 +164,21 @@ def _refuse_unsavable(model: AutoModelForCausalLMWithValueHead) -> None:
 
 
 def load_tokenizer(source: Any, model: AutoModelForCausalLMWithValueHead) -> PreTrainedTokenizerBase:
-    """The tokenizer from where the model came from.
+    """The tokenizer from where the model came from: the folder of an adapter, or else that of its base.
 
     Raises:
         ValueError: it is not there.
     """
-    name = resolve_model(str(source)) if isinstance(source, str | Path) else model.config.name_or_path
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask on the terminal
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer was found at {name!r}: pass processing_class=<your tokenizer>.") from error
+    own = [resolve_model(str(source))] if isinstance(source, str | Path) else []
+    names = list(dict.fromkeys([*own, model.config.name_or_path]))
+    for name in names:
+        try:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask on the terminal
+        except (OSError, ValueError) as error:
+            reason = error
+    raise ValueError(
+        f"no tokenizer was found at {' or '.join(map(repr, names))}: pass processing_class=<your tokenizer>."
+    ) from reason
 
 
 def check_stop_ids(ids: list[int], vocab_size: int) -> None:

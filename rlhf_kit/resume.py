@@ -17,6 +17,7 @@ from rlhf_kit.checkpoint import (
     writing,
 )
 from rlhf_kit.config import PPOConfig
+from rlhf_kit.folder_lock import claim, release
 from rlhf_kit.journal import Journal
 from rlhf_kit.modeling import AutoModelForCausalLMWithValueHead
 from rlhf_kit.preparation import refuse_used_folder
@@ -81,21 +82,20 @@ class Checkpoints:
 
     def load(self, checkpoint: str | Path | bool) -> None:
         """Go on from a checkpoint, or raise before anything has changed."""
-        if self._accelerator.is_main_process:
-            tidy_up(self._output_dir)
-        self._accelerator.wait_for_everyone()
         with failing_together(self._accelerator):
-            folder = find_checkpoint(self._output_dir, checkpoint)
-            verify(folder)
-            saved = TrainingState(folder, self._model, self._identity)
-            if saved.iteration > self._args.num_iterations:
-                raise ValueError(
-                    f"{str(folder)!r} has done {saved.iteration} iterations, more than num_iterations="
-                    f"{self._args.num_iterations}: raise num_iterations. Nothing was changed."
-                )
-            own = folder.resolve().parent == self._output_dir.resolve()
-            if not own:
-                refuse_used_folder(self._output_dir)
+            if self._accelerator.is_main_process and self._output_dir.exists():
+                claim(self._output_dir)  # or the drafts of another process would be tidied up
+                tidy_up(self._output_dir)
+        try:
+            with failing_together(self._accelerator):
+                folder = find_checkpoint(self._output_dir, checkpoint)
+                saved = self._checked(folder)
+                own = folder.resolve().parent == self._output_dir.resolve()
+                if not own:
+                    refuse_used_folder(self._output_dir)
+        except Exception:
+            release(self._output_dir)
+            raise
         saved.apply(self._updater.optimizer, self._state, self._accelerator.process_index)
         self._updater.plan_from(self._state.iteration)
         if self._accelerator.is_main_process:
@@ -103,3 +103,14 @@ class Checkpoints:
                 print(f"Later than {folder.name}, so set aside: {aside}")
             print(f"Resumed from {folder}, {self._state.iteration} of {self._args.num_iterations} iterations done.")
         self._journal.resume()
+
+    def _checked(self, folder: Path) -> TrainingState:
+        """A checkpoint that is whole and of this run."""
+        verify(folder)
+        saved = TrainingState(folder, self._model, self._identity)
+        if saved.iteration > self._args.num_iterations:
+            raise ValueError(
+                f"{str(folder)!r} has done {saved.iteration} iterations, more than num_iterations="
+                f"{self._args.num_iterations}: raise num_iterations. Nothing was changed."
+            )
+        return saved

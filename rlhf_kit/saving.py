@@ -36,12 +36,16 @@ def save_folder(model: Any, folder: Path, **kwargs: Any) -> None:
     save_file(weights, folder / VALUE_HEAD_FILE, metadata={"kind": model.v_head.kind})
 
 
-def refuse_adapter_folder(folder: Path) -> None:
-    """Raise `ValueError` if a plain model saved there would be loaded with an adapter on top."""
-    if (folder / "adapter_config.json").exists():
+def refuse_model_folder(folder: Path) -> None:
+    """Raise `ValueError` for a folder that holds a model or an adapter already.
+
+    A model would be overwritten, and an adapter be applied by transformers to the merged model once more.
+    """
+    found = [name for name in ("adapter_config.json", "config.json") if (folder / name).exists()]
+    if found:
+        kind = "an adapter" if found[0] == "adapter_config.json" else "a model"
         raise ValueError(
-            f"{str(folder)!r} holds an adapter, and transformers would apply it to the merged model once more: choose "
-            "another folder. Nothing was written."
+            f"{str(folder)!r} holds {kind} already: choose another folder, or move it away. Nothing was written."
         )
 
 

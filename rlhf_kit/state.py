@@ -43,6 +43,7 @@ class PPOState(TrainerState):
         kl_coef: coefficient of the next iteration.
         score_moments: of all scores so far, for `scale_scores`.
         evaluation_due: an evaluation belongs here that a signal kept from being made.
+        completions_logged: lines that this run has written to its file of completions.
         nonfinite_iterations: iterations in a row, up to now, in which an optimizer step was skipped.
         global_step, log_history, is_world_process_zero: as in transformers.
     """
@@ -54,6 +55,7 @@ class PPOState(TrainerState):
     score_moments: RunningMoments = field(default_factory=RunningMoments)
     evaluation_due: bool = False
     nonfinite_iterations: int = 0
+    completions_logged: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,5 +1,8 @@
 """Checks of what a user's own loop hands to `PPOTrainer.generate` and `PPOTrainer.step`."""
 
+import math
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,13 +13,24 @@ def id_lists(name: str, tensors: Any, vocab_size: int) -> list[list[int]]:
     """Token ids given as tensors or lists, as lists.
 
     Raises:
-        ValueError: one that is not one-dimensional and of integers, is empty, or holds an id outside the vocabulary.
+        ValueError: none, or one that is not one-dimensional and of integers, is empty, or holds an id outside the
+            vocabulary.
     """
+    if isinstance(tensors, str | Mapping) or not hasattr(tensors, "__iter__") or len(tensors) == 0:
+        raise ValueError(
+            f"{name} must be a list with the token ids of one text each, without padding, got "
+            f"{tensors if isinstance(tensors, str) else type(tensors).__name__}"
+            f"{', which is empty' if hasattr(tensors, '__len__') and len(tensors) == 0 else ''}: pass "
+            "[torch.tensor(ids) for ids in tokenizer(texts).input_ids]."
+        )
     rows = []
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, str):
             raise ValueError(f"{name}[{i}] is text: pass token ids, e.g. torch.tensor(tokenizer(text).input_ids).")
-        tensor = torch.as_tensor(tensor)
+        try:
+            tensor = torch.as_tensor(tensor)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{name}[{i}] holds no token ids but {tensor!r}: {error}.") from error
         if tensor.ndim != 1 or tensor.is_floating_point() or len(tensor) == 0:
             raise ValueError(
                 f"{name}[{i}] must be a tensor of token ids of shape (n,) with n >= 1 (a completion holds at least "
@@ -68,12 +82,26 @@ def checked_step(
                 f"responses[{i}] has {len(response)} tokens, but its first end token is number {ends[0] + 1}: cut it "
                 "there. What follows an end token, padding too, was not chosen by the policy."
             )
-    if isinstance(scores, int | float):
-        raise ValueError(f"scores must hold one number per response, {share} here, got {scores}.")
-    numbers = torch.tensor([float(score) for score in scores], dtype=torch.float32)
-    if len(numbers) != share:
-        raise ValueError(f"{len(numbers)} scores were given for {share} responses.")
-    bad = (~numbers.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise ValueError(f"scores[{bad[0]}] is {float(numbers[bad[0]])}: scores must be finite numbers.")
-    return prompt_ids, completion_ids, numbers
+    if all(response[: len(query)] == query for query, response in zip(prompt_ids, completion_ids, strict=True)):
+        warnings.warn(
+            "every response begins with its query: if they were joined, pass the completions alone, as generate "
+            "gives them, or the policy is trained on the prompts too.",
+            stacklevel=3,
+        )
+    return prompt_ids, completion_ids, _checked_scores(scores, share)
+
+
+def _checked_scores(scores: Any, share: int) -> Tensor:
+    if not hasattr(scores, "__iter__") or isinstance(scores, str):
+        raise ValueError(f"scores must hold one number per response, {share} here, got {scores!r}.")
+    values = list(scores)
+    if len(values) != share:
+        raise ValueError(f"{len(values)} scores were given for {share} responses.")
+    for i, value in enumerate(values):
+        try:
+            values[i] = math.nan if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            values[i] = math.nan
+        if not math.isfinite(values[i]):
+            raise ValueError(f"scores[{i}] is {value!r}: each score must be one finite number.")
+    return torch.tensor(values, dtype=torch.float32)

@@ -148,10 +148,11 @@ class PPOTrainer:
 
         Args:
             resume_from_checkpoint: go on from a checkpoint, to the very numbers of a run that was never interrupted:
-                a path, or True for the newest in `args.output_dir`.
+                a path, or True (or "last", as on a command line) for the newest in `args.output_dir`.
 
         Returns:
-            The metrics of the last iteration.
+            The metrics of the last iteration, its number among them as "iteration": below `args.num_iterations` if a
+            signal or a callback ended the training.
 
         Raises:
             ValueError: no train_dataset or no reward_funcs; an output_dir that holds another run; a checkpoint that
@@ -163,26 +164,25 @@ class PPOTrainer:
         self._required(self.reward_funcs, "reward_funcs")
         if resume_from_checkpoint:
             self.load_checkpoint(resume_from_checkpoint)
-        self._journal.open()
-        metrics: dict[str, float] = last_metrics(self.state)
+        metrics = last_metrics(self.state)
         self.control.should_training_stop = False
-        self._journal.emit("on_train_begin")
-        self.state.evaluation_due |= self.eval_prompts is not None and self.state.iteration == 0
-        with StopSignals() as signals:
+        with self._journal.opened(), StopSignals() as signals:
+            self._journal.emit("on_train_begin")
+            self.state.evaluation_due |= self.eval_prompts is not None and self.state.iteration == 0
             self._evaluate_if_due()
             while self.state.iteration < self.args.num_iterations and not self.control.should_training_stop:
                 batch = self._local_batch(prompts, self.state.iteration)
                 rollout = self._collect(batch, TRAIN, self.state.iteration)
                 metrics = self._learn(rollout)
                 self.state.evaluation_due = self._evaluation_is_due()
-                if any_of_all(self.accelerator, signals.received is not None):
+                if any_of_all(self.accelerator, signals.requested()):
                     return self._stopped(metrics)  # an evaluation that is due comes first when the run goes on
                 self._evaluate_if_due()
                 if self._checkpoint_is_due():
                     self.save_checkpoint()
-        self._journal.catch_up()
-        self.save_model()
-        self._journal.emit("on_train_end")
+            self._journal.catch_up()
+            self.save_model()
+            self._journal.emit("on_train_end")
         return metrics
 
     def _collect(self, batch: PromptBatch, stream: int, number: int) -> Rollout:
@@ -242,6 +242,7 @@ class PPOTrainer:
                 num_completions=len(rollout),
             )
         state.iteration += 1
+        metrics["iteration"] = state.iteration
         state.episodes += len(rollout)
         state.global_step += int(update["optimizer_steps"])
         self._journal.emit("on_step_end")
@@ -394,7 +395,7 @@ class PPOTrainer:
         `train` calls this; call it yourself before a loop of your own.
 
         Args:
-            checkpoint: a folder, or True for the newest in `args.output_dir`.
+            checkpoint: a folder, or True (or "last") for the newest in `args.output_dir`.
 
         Raises:
             FileNotFoundError: there is none.
@@ -455,7 +456,8 @@ class PPOTrainer:
         if self.accelerator.is_main_process:
             print(
                 f"Stopped after {self.state.iteration} of {self.args.num_iterations} iterations, with a checkpoint in "
-                f"{self.args.output_dir}. To go on: train(resume_from_checkpoint=True)."
+                f"{self.args.output_dir}. To go on: train(resume_from_checkpoint=True); a recipe: the same command "
+                f"with --output_dir {self.args.output_dir} --resume_from_checkpoint last."
             )
         return metrics
 

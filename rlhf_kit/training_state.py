@@ -31,7 +31,7 @@ STATE_FILE = "trainer_state.json"
 RNG_FILE = "rng_states.json"
 RUN_FILE = "run.json"
 PROGRESS = ("iteration", "global_step", "episodes", "kl_coef", "score_moments", "nonfinite_iterations",
-            "evaluation_due", "log_history", "stateful_callbacks")  # fmt: skip
+            "evaluation_due", "completions_logged", "log_history", "stateful_callbacks")  # fmt: skip
 
 
 def write_training_state(

@@ -1,12 +1,13 @@
 """Plain script that test_resume.py starts, kills and starts again: one small run in its own folder.
 
-python run_resumable.py FOLDER [--resume] [--iterations N] [--kill-after N] [--signal N]
+python run_resumable.py FOLDER [--resume] [--iterations N] [--kill-after N] [--signal N] [--slow SECONDS] [--unsaved]
 """
 
 import argparse
 import os
 import random
 import signal
+import time
 
 import numpy as np
 import torch
@@ -39,6 +40,17 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
+class Slow(TrainerCallback):
+    """Makes iterations long enough to be interrupted from outside."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        print("STEP", state.iteration, os.getpid(), flush=True)
+        time.sleep(self.seconds)
+
+
 def make(folder, iterations=6, callbacks=(), lora=True, **overrides):
     return PPOTrainer(
         make_model("llama", attention_dropout=0.1),
@@ -47,7 +59,7 @@ def make(folder, iterations=6, callbacks=(), lora=True, **overrides):
         [{"prompt": text[: 4 + i]} for i, text in enumerate(TEXTS)],
         [{"prompt": TEXTS[0][:9]}],
         processing_class=make_tokenizer(),
-        peft_config=make_lora("llama", lora_dropout=0.1) if lora else None,
+        peft_config=make_lora("llama") if lora else None,
         callbacks=list(callbacks),
     )
 
@@ -59,9 +71,12 @@ if __name__ == "__main__":
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--kill-after", type=int, default=-1)
     parser.add_argument("--signal", type=int, default=signal.SIGKILL)
+    parser.add_argument("--slow", type=float)
+    parser.add_argument("--unsaved", action="store_true")
     given = parser.parse_args()
     kill = Kill(given.kill_after, given.signal)
-    trainer = make(given.folder, given.iterations, [kill])
+    slow = [] if given.slow is None else [Slow(given.slow)]
+    trainer = make(given.folder, given.iterations, [kill, *slow], save_every=None if given.unsaved else 1)
     print("READY", flush=True)
     trainer.train(resume_from_checkpoint=given.resume or None)
     print("DONE", trainer.state.iteration, flush=True)

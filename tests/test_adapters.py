@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from conftest import make_lora, make_model
-from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from torch import nn
 
 from rlhf_kit import AutoModelForCausalLMWithValueHead, PPOTrainer
@@ -164,3 +164,27 @@ def test_a_refused_trainer_leaves_the_model_as_it_was(lora, tokenizer, config_fa
         now = {name: (p, p.requires_grad) for name, p in base.named_parameters()}
         assert now.keys() == before.keys()
         assert all(torch.equal(now[n][0], p) and now[n][1] == flag for n, (p, flag) in before.items())
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "match"),
+    [
+        (LoraConfig(target_modules=["nope"]), ValueError, r"target_modules names \['nope'\], but .* 'q_proj'"),
+        (LoraConfig(target_modules="nope.*"), ValueError, r"target_modules names nope\.\*, but"),
+        (LoraConfig(task_type="SEQ_CLS"), ValueError, "task_type='SEQ_CLS', but the policy is a causal LM"),
+        (AdaLoraConfig(total_step=10), ValueError, "ADALORA, whose ranks change"),
+        ({"r": 4}, TypeError, "peft_config must be a PeftConfig such as LoraConfig"),
+    ],
+)
+def test_adapters_that_cannot_be_trained_or_loaded_again_are_refused(config, error, match):
+    # kills: an adapter folder that AutoPeftModelForCausalLM cannot load; settings of AdaLoRA that do nothing
+    model = make_model("llama")
+    with pytest.raises(error, match=match):
+        add_adapters(model, config)
+
+
+def test_a_task_is_filled_in_and_dropout_that_does_nothing_is_said():
+    # kills: a saved adapter without its task; a setting without effect in silence
+    with pytest.warns(UserWarning, match=r"lora_dropout=0\.1 has no effect"):
+        model = add_adapters(make_model("llama"), LoraConfig(lora_dropout=0.1))
+    assert model.peft_config["default"].task_type == "CAUSAL_LM"

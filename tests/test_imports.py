@@ -21,6 +21,7 @@ ROWS = [
         "critic",
         "data",
         "fingerprint",
+        "folder_lock",
         "kl_control",
         "loading",
         "modeling",

@@ -2,12 +2,14 @@
 
 import json
 import os
+import pty
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -237,7 +239,7 @@ def another(folder, **changes):
     """The run of `make` with another part."""
     parts = {"model": make_model("llama", attention_dropout=0.1), "reward_funcs": noisy_length,
              "train_dataset": [{"prompt": text[: 4 + i]} for i, text in enumerate(TEXTS)],
-             "peft_config": make_lora("llama", lora_dropout=0.1)}  # fmt: skip
+             "peft_config": make_lora("llama")}  # fmt: skip
     like = make(Path(folder).parent / "unused")
     return PPOTrainer(
         **{**parts, **changes},
@@ -265,8 +267,8 @@ OTHERS = {
     "base": (lambda: {"model": make_model("llama", attention_dropout=0.1, seed=3)}, "frozen weights: not those"),
     "prompts": (lambda: {"train_dataset": [{"prompt": "Hello"}]}, "training prompts: not those"),
     "reward": (lambda: {"reward_funcs": lambda prompts: [0.0] * len(prompts)}, "functions: .*noisy_length.*lambda"),
-    "alpha": (lambda: {"peft_config": make_lora("llama", lora_dropout=0.1, lora_alpha=9)}, "lora_alpha: 8 .* 9 now"),
-    "rank": (lambda: {"peft_config": make_lora("llama", lora_dropout=0.1, r=2)}, "'default', r: 4 .*, 2 now"),
+    "alpha": (lambda: {"peft_config": make_lora("llama", lora_alpha=9)}, "lora_alpha: 8 .* 9 now"),
+    "rank": (lambda: {"peft_config": make_lora("llama", r=2)}, "'default', r: 4 .*, 2 now"),
     "column": (lambda: {"train_dataset": [{"prompt": text[: 4 + i], "answer": i} for i, text in enumerate(TEXTS)]},
                "other columns: not those"),
     "one row of the base": (lambda: {"model": with_another_row()}, "frozen weights: not those"),
@@ -474,6 +476,28 @@ def test_going_on_in_another_folder_takes_the_log_along_and_leaves_the_old_one(t
     assert_refused(make(tmp_path / "straight"), tmp_path, "already holds", checkpoint=checkpoint)
 
 
+def test_an_evaluation_after_the_checkpoint_goes_with_its_completions(tmp_path, one_thread):
+    # kills: completions whose log line was taken back
+    make(tmp_path / "straight").train()
+    trainer = make(tmp_path / "run", callbacks=[Kill(3, signal.SIGTERM)])
+    trainer.train()
+    trainer.evaluate()
+    make(tmp_path / "run").train(resume_from_checkpoint="last")
+    assert_same_run(tmp_path / "straight", tmp_path / "run")
+
+
+def test_a_run_in_the_same_process_takes_the_folder_over(tmp_path, one_thread):
+    # kills: a lock that a finished run, or one whose trainer still exists, keeps; a lock file left in the model folder
+    args = {"save_every": 1, "eval_every": None}
+    trainer = make(tmp_path / "run", 2, **args)
+    assert trainer.train()["iteration"] == 2
+    assert not (tmp_path / "run" / ".lock").exists()
+    trainer.evaluate()
+    with pytest.raises(FileNotFoundError):
+        make(tmp_path / "nowhere").train(resume_from_checkpoint="last")
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_a_line_cut_off_by_a_kill_goes(tmp_path, one_thread):
     # kills: a torn line left in the middle of the log
     make(tmp_path / "straight").train()
@@ -586,6 +610,36 @@ def test_other_threads_are_left_alone():
     assert seen == [(None, before)]
 
 
+def test_what_is_ignored_stays_ignored_and_a_hang_up_is_a_request():
+    # kills: nohup undone; a closed terminal ending the run without a checkpoint
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not signals.requested()
+        signal.signal(signal.SIGHUP, before)
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.requested()
+            assert signals.received == "SIGHUP"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_launcher_that_is_gone_is_a_request_only_where_it_should_have_waited(monkeypatch):
+    # kills: training on after `accelerate launch` was killed; ending it because a shell that started it is gone
+    for mixed_precision, local_rank, expected in (("no", None, True), (None, None, False), ("no", "0", False)):
+        for name, value in (("ACCELERATE_MIXED_PRECISION", mixed_precision), ("LOCAL_RANK", local_rank)):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        parent = os.getppid()
+        with StopSignals() as signals, monkeypatch.context() as patch:
+            assert not signals.requested()
+            patch.setattr("rlhf_kit.signals.os.getppid", lambda parent=parent: parent + 1)
+            assert signals.requested() == expected
+
+
 # New processes
 
 
@@ -611,6 +665,67 @@ def test_three_iterations_and_three_in_a_new_process(number, straight, tmp_path)
     with start(tmp_path / "broken", "--resume") as resumed:
         assert resumed.wait(120) == 0, resumed.stderr.read()
     assert_same_run(straight, tmp_path / "broken")
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.1)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ctrl-c", "terminate", "hang up"])
+def test_accelerate_launch_is_stopped_with_a_checkpoint(way, tmp_path):
+    # kills: a run lost because its launcher died of the signal, or because the terminal went with the launcher
+    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", "--num_machines", "1",
+              "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+    command = [sys.executable, *launch, str(SCRIPT), str(tmp_path / "run"), "--slow", "1.5", "--unsaved"]
+    launcher, terminal = pty.fork()  # the launcher leads the session, so the terminal goes when it does
+    if launcher == 0:
+        os.execve(sys.executable, command, ENV)
+    output = b""
+    while b"STEP 1 " not in output or b"\n" not in output.rsplit(b"STEP 1 ", 1)[1]:
+        output += os.read(terminal, 4096)
+    trainer = int(output.rsplit(b"STEP 1 ", 1)[1].split()[0])
+    if way == "ctrl-c":
+        os.write(terminal, b"\x03")
+    elif way == "terminate":
+        os.kill(launcher, signal.SIGTERM)
+    else:
+        os.close(terminal)
+    os.waitpid(launcher, 0)
+    wait_for(lambda: not is_running(trainer))
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    assert not (tmp_path / "run" / "adapter_config.json").exists()  # it ended there, rather than training on
+    with start(tmp_path / "run", "--resume") as resumed:
+        assert resumed.wait(120) == 0, resumed.stderr.read()
+
+
+@pytest.mark.slow
+def test_two_processes_do_not_write_into_one_folder(tmp_path):
+    # kills: log lines of two runs mixed, the drafts of a running process tidied away by one that wants to resume
+    command = [sys.executable, SCRIPT, tmp_path / "run", "--slow", "2"]
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
+        while not first.stdout.readline().startswith("STEP 1 "):
+            pass
+        before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+        trainer = make(tmp_path / "run")
+        with pytest.raises(ValueError, match=rf"by another process \(number {first.pid}\)"):
+            trainer.train(resume_from_checkpoint=True)
+        after = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+        assert before == after
+        first.kill()
+    assert (tmp_path / "run" / ".lock").exists()
+    trainer.train(resume_from_checkpoint=True)  # a lock that a kill left behind locks nothing
+    assert trainer.state.iteration == 6
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import TEXTS, make_lora, make_model, make_tokenizer
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from rlhf_kit import AutoModelForCausalLMWithValueHead, PPOTrainer
@@ -54,8 +54,10 @@ def test_a_merged_model_does_not_go_where_its_adapter_is(base, config_factory, t
     trainer.train()
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
     for merge in (trainer.merge_and_save, trainer.model.merge_and_save):
-        with pytest.raises(ValueError, match="holds an adapter, and transformers would apply it to the merged model"):
+        with pytest.raises(ValueError, match="holds an adapter already: choose another folder"):
             merge(tmp_path / "run")
+        with pytest.raises(ValueError, match="holds a model already: choose another folder"):
+            merge(base)
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
 
 
@@ -113,6 +115,25 @@ def test_card_tells_base_settings_and_numbers(base, config_factory, tmp_path):
     assert "[More Information Needed]" not in card
     code = card.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
+
+
+def test_card_of_an_adapter_whose_base_has_no_name(tokenizer, config_factory, tmp_path):
+    # kills: a command that cannot find the base
+    make_trainer(config_factory(num_iterations=1), make_model("llama"), processing_class=tokenizer).train()
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert 'PeftModel.from_pretrained(base, "run")' in card
+    assert "AutoPeftModel" not in card
+
+
+def test_an_adapter_folder_without_a_tokenizer_uses_that_of_its_base(base, config_factory, tmp_path):
+    # kills: adapters as PEFT itself saves them refused
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), make_lora("llama")).save_pretrained(tmp_path / "sft")
+    trainer = make_trainer(config_factory(num_iterations=1), str(tmp_path / "sft"), peft_config=None)
+    assert trainer.processing_class.name_or_path == base
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    (tmp_path / "base" / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match=r"no tokenizer was found at '.*sft' or '.*base'"):
+        make_trainer(config_factory(num_iterations=1), str(tmp_path / "sft"), peft_config=None)
 
 
 def test_merged_folder_is_an_ordinary_model(base, config_factory, tmp_path):

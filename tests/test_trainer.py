@@ -504,6 +504,12 @@ def test_generate_gives_completions_without_prompt_or_padding(tokenizer, config_
         (lambda q, r, s: ([x[None] for x in q], r, s), r"queries\[0\]"),
         (lambda q, r, s: (q, [x.float() for x in r], s), r"responses\[0\]"),
         (lambda q, r, s: (q, [r[0] + 1000, *r[1:]], s), r"responses\[0\]"),
+        (lambda q, r, s: (q, r, [*s[:2], None, *s[3:]]), r"scores\[2\] is None: each score must be one finite number"),
+        (lambda q, r, s: (q, r, ["1.0"] * 8), r"scores\[0\] is '1.0'"),
+        (lambda q, r, s: (q, r, "12345678"), "scores must hold one number per response, 8 here, got '12345678'"),
+        (lambda q, r, s: (q, r, torch.ones(8, 2)), r"scores\[0\] is tensor\(\[1., 1.\]\)"),
+        (lambda q, r, s: ({"input_ids": q}, r, s), "queries must be a list with the token ids of one text each"),
+        (lambda q, r, s: (q, [[1, None]] * 8, s), r"responses\[0\] holds no token ids but \[1, None\]"),
     ],
 )
 def test_step_refuses_bad_input_before_any_weight_changes(break_it, match, tokenizer, config_factory):
@@ -861,11 +867,24 @@ def test_generate_and_step_name_input_that_is_no_token_ids(tokenizer, config_fac
     trainer = make_trainer(config_factory(), tokenizer, reward=None, dataset=None)
     with pytest.raises(ValueError, match=r"query_tensors\[0\] is text"):
         trainer.generate(["Hi there"])
+    with pytest.raises(ValueError, match=r"query_tensors must be a list .*, which is empty"):
+        trainer.generate([])
+    with pytest.raises(ValueError, match=r"query_tensors must be a list .* got BatchEncoding"):
+        trainer.generate(tokenizer(["Hi there"]))
     with pytest.raises(ValueError, match="context of 128"):
         trainer.generate([torch.arange(1, 127)])
     queries = queries_of(trainer)
     with pytest.raises(ValueError, match="one number per response"):
         trainer.step(queries, trainer.generate(queries), 1.0)
+
+
+def test_step_warns_of_responses_that_begin_with_their_query(tokenizer, config_factory):
+    # kills: training on prompts in silence, as with TRL's return_prompt=True
+    trainer = make_trainer(config_factory(), tokenizer, reward=None, dataset=None)
+    queries = queries_of(trainer)
+    joined = [torch.cat(pair) for pair in zip(queries, trainer.generate(queries), strict=True)]
+    with pytest.warns(UserWarning, match="every response begins with its query"):
+        trainer.step(queries, joined, [1.0] * 8)
 
 
 def test_early_stop_says_how_far_the_policy_had_moved(tokenizer, config_factory):
