@@ -249,7 +249,9 @@ def train_ppo(args: PPOConfig, data: Data, sft: Path, reward: Path) -> PPOTraine
         eval_dataset=data.test_prompts,
     )
     # Train.
-    trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")))
+    done = trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))["iteration"]
+    if done < args.num_iterations:
+        raise SystemExit("Stage ppo was stopped; the same command goes on with it.")
     return trainer
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from rlhf_kit.reward_output import MAX_REWARD
+from rlhf_kit.rewards import Rewards
 
 
 def id_lists(name: str, tensors: Any, vocab_size: int) -> list[list[int]]:
@@ -61,8 +63,8 @@ def checked_step(
     vocab_size: int,
     context_length: int | None,
     stop_token_ids: list[int],
-) -> tuple[list[list[int]], list[list[int]], Tensor]:
-    """The arguments of `PPOTrainer.step` as ids and (share,) float32 scores.
+) -> tuple[list[list[int]], list[list[int]], Rewards]:
+    """The arguments of `PPOTrainer.step` as ids of `share` prompts, of as many completions, and their rewards.
 
     Raises:
         ValueError: a wrong number of them, ids that cannot be, or a score that is not finite.
@@ -88,20 +90,40 @@ def checked_step(
             "gives them, or the policy is trained on the prompts too.",
             stacklevel=3,
         )
-    return prompt_ids, completion_ids, _checked_scores(scores, share)
+    return prompt_ids, completion_ids, _checked_scores(scores, completion_ids)
 
 
-def _checked_scores(scores: Any, share: int) -> Tensor:
+def _checked_scores(scores: Any, completion_ids: list[list[int]]) -> Rewards:
+    count = len(completion_ids)
     if not hasattr(scores, "__iter__") or isinstance(scores, str):
-        raise ValueError(f"scores must hold one number per response, {share} here, got {scores!r}.")
-    values = list(scores)
-    if len(values) != share:
-        raise ValueError(f"{len(values)} scores were given for {share} responses.")
-    for i, value in enumerate(values):
+        raise ValueError(f"scores must hold one number per response, {count} here, got {scores!r}.")
+    scores = list(scores)
+    if len(scores) != count:
+        raise ValueError(f"{len(scores)} scores were given for {count} responses.")
+    per_token = [isinstance(score, list | tuple) or getattr(score, "ndim", 0) == 1 for score in scores]
+    rows = [_numbers(i, score if per_token[i] else [score]) for i, score in enumerate(scores)]
+    for i, row in enumerate(rows):
+        if per_token[i] and len(row) != len(completion_ids[i]):
+            raise ValueError(
+                f"scores[{i}] holds {len(row)} numbers for the {len(completion_ids[i])} tokens of responses[{i}]: "
+                "give one per token, or one number for the whole."
+            )
+    width = max(map(len, completion_ids))
+    token_rows = [[*(row if own else []), *[0.0] * width][:width] for row, own in zip(rows, per_token, strict=True)]
+    totals = torch.tensor([math.fsum(row) for row in rows], dtype=torch.float32)
+    return Rewards(totals, torch.tensor(token_rows, dtype=torch.float32) if any(per_token) else None)
+
+
+def _numbers(index: int, values: Any) -> list[float]:
+    numbers = []
+    for value in values:
         try:
-            values[i] = math.nan if isinstance(value, str | bytes) else float(value)
-        except (TypeError, ValueError, RuntimeError):
-            values[i] = math.nan
-        if not math.isfinite(values[i]):
-            raise ValueError(f"scores[{i}] is {value!r}: each score must be one finite number.")
-    return torch.tensor(values, dtype=torch.float32)
+            numbers.append(math.nan if isinstance(value, str | bytes) else float(value))
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            numbers.append(math.nan)
+        if not abs(numbers[-1]) <= MAX_REWARD:
+            raise ValueError(
+                f"scores[{index}] is {value!r}: a score must be a finite number, or one per token, of at most "
+                f"{MAX_REWARD:g} in size."
+            )
+    return numbers

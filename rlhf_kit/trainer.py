@@ -33,7 +33,7 @@ from rlhf_kit.preparation import (
 )
 from rlhf_kit.processes import any_of_all, failing_together, make_accelerator, share_of
 from rlhf_kit.resume import Checkpoints
-from rlhf_kit.rewards import RewardFunc, Rewards
+from rlhf_kit.rewards import RewardFunc
 from rlhf_kit.rollout import Rollout, concat_rollouts, record_rollout
 from rlhf_kit.sampling import Sampler, seeded
 from rlhf_kit.signals import StopSignals
@@ -269,7 +269,10 @@ class PPOTrainer:
         return [torch.tensor(ids, device=self.model.device) for ids in completion_ids]
 
     def step(
-        self, queries: Sequence[Tensor], responses: Sequence[Tensor], scores: Sequence[Tensor | float] | Tensor
+        self,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        scores: Sequence[Tensor | float | Sequence[float]] | Tensor,
     ) -> dict[str, float]:
         """One iteration on completions and scores that you made yourself.
 
@@ -277,7 +280,7 @@ class PPOTrainer:
             queries: prompts, each (P_i,) int64 without padding; as many as this process's share of
                 `args.rollout_batch_size`.
             responses: completions sampled by the current policy, as `generate` gives them, each (T_i,) int64.
-            scores: one finite number per completion.
+            scores: of each completion one finite number, or one per token: each then stays at its token.
 
         Returns:
             The metrics of the iteration.
@@ -291,7 +294,7 @@ class PPOTrainer:
                 f"step() was called more often than num_iterations={self.args.num_iterations}, for which the learning "
                 "rate was planned: raise num_iterations."
             )
-        prompt_ids, completion_ids, numbers = checked_step(
+        prompt_ids, completion_ids, rewards = checked_step(
             queries,
             responses,
             scores,
@@ -309,7 +312,7 @@ class PPOTrainer:
             completions=self.sampler.decode(completion_ids),
             completion_ids=completion_ids,
             ended=[self.sampler.has_ended(ids) for ids in completion_ids],
-            rewards=Rewards(numbers),
+            rewards=rewards,
         )
         metrics = self._learn(rollout)
         if self._checkpoint_is_due():

@@ -482,6 +482,28 @@ def test_step_loop_trains_like_train(tokenizer, config_factory, tmp_path):
         assert torch.equal(a, b), name
 
 
+def test_step_takes_scores_per_token(tokenizer, config_factory, tmp_path):
+    # kills: numbers per token summed onto the last one, or shifted
+    def trainer_in(folder, reward, **parts):
+        args = config_factory(num_iterations=1, output_dir=str(tmp_path / folder))
+        return make_trainer(args, tokenizer, reward=reward, **parts)
+
+    recorded = []
+    by_train = trainer_in("a", lambda completion_ids: [[0.1 * i for i in ids] for ids in completion_ids])
+    learn = by_train._learn
+    by_train._learn = lambda rollout: recorded.append(rollout) or learn(rollout)
+    by_train.train()
+    rollout = recorded[0]
+    queries = [ids[mask] for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)]
+    responses = [ids[mask] for ids, mask in zip(rollout.completion_ids, rollout.completion_mask, strict=True)]
+    by_step, by_sum = trainer_in("b", None, dataset=None), trainer_in("c", None, dataset=None)
+    by_step.step(queries, responses, [[0.1 * int(i) for i in ids] for ids in responses])
+    by_sum.step(queries, responses, list(rollout.scores))
+    pairs = list(zip(*(t.model.trainable_parameters() for t in (by_train, by_step, by_sum)), strict=True))
+    assert all(torch.equal(a, b) for (_, a), (_, b), _ in pairs)
+    assert not all(torch.equal(a, c) for (_, a), _, (_, c) in pairs)
+
+
 def test_generate_gives_completions_without_prompt_or_padding(tokenizer, config_factory):
     # kills: prompt returned too, padding returned too
     trainer = make_trainer(config_factory(), tokenizer, reward=None, dataset=None)
@@ -504,10 +526,12 @@ def test_generate_gives_completions_without_prompt_or_padding(tokenizer, config_
         (lambda q, r, s: ([x[None] for x in q], r, s), r"queries\[0\]"),
         (lambda q, r, s: (q, [x.float() for x in r], s), r"responses\[0\]"),
         (lambda q, r, s: (q, [r[0] + 1000, *r[1:]], s), r"responses\[0\]"),
-        (lambda q, r, s: (q, r, [*s[:2], None, *s[3:]]), r"scores\[2\] is None: each score must be one finite number"),
+        (lambda q, r, s: (q, r, [*s[:2], None, *s[3:]]), r"scores\[2\] is None: a score must be a finite number"),
         (lambda q, r, s: (q, r, ["1.0"] * 8), r"scores\[0\] is '1.0'"),
         (lambda q, r, s: (q, r, "12345678"), "scores must hold one number per response, 8 here, got '12345678'"),
-        (lambda q, r, s: (q, r, torch.ones(8, 2)), r"scores\[0\] is tensor\(\[1., 1.\]\)"),
+        (lambda q, r, s: (q, r, torch.ones(8, 9)), r"scores\[0\] holds 9 numbers for the \d tokens of responses\[0\]"),
+        (lambda q, r, s: (q, r, torch.ones(8, 2, 1)), r"scores\[0\] is tensor"),
+        (lambda q, r, s: (q, r, [1e30] * 8), "of at most 1e"),
         (lambda q, r, s: ({"input_ids": q}, r, s), "queries must be a list with the token ids of one text each"),
         (lambda q, r, s: (q, [[1, None]] * 8, s), r"responses\[0\] holds no token ids but \[1, None\]"),
     ],
