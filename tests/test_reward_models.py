@@ -9,6 +9,7 @@ import torch
 from conftest import FAMILIES, TEXTS, make_lora, make_model, make_tokenizer
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
+from tokenizers.processors import TemplateProcessing
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer
@@ -113,6 +114,18 @@ def test_batch_size_and_neighbours_do_not_change_a_score(tmp_path):
     together = reward(PROMPT_IDS, COMPLETION_IDS)
     reward._batch_size = 1
     assert_close(reward(PROMPT_IDS, COMPLETION_IDS), together, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_in_train_mode_scores_without_dropout(tmp_path):
+    # kills: a reward that is noise when the user, or a callback, has called model.train()
+    base = save_base(tmp_path / "base")
+    folder = save_reward_adapter(base, tmp_path / "reward", lora_dropout=0.5)
+    model = policy_on(base)
+    reward = adapter_on(model, folder)
+    quiet = reward(PROMPT_IDS, COMPLETION_IDS)
+    model.train()
+    assert reward(PROMPT_IDS, COMPLETION_IDS) == quiet
+    assert model.training
 
 
 @pytest.mark.parametrize("loading", [{"load_in_8bit": True}, {"load_in_4bit": True}, {"dtype": torch.bfloat16}])
@@ -278,6 +291,20 @@ def test_chats_are_rendered_by_the_reward_models_own_template(tmp_path, tokenize
     reward._tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     text = reward._text([{"role": "user", "content": "Hi"}], [{"role": "assistant", "content": "Yo"}], True)
     assert text == "[user]Hi[assistant]Yo"
+
+
+def test_a_template_that_writes_the_first_token_is_not_given_another(tmp_path, tokenizer):
+    # kills: two BOS tokens before a chat, none before a text
+    reward = load(save_classifier(tmp_path / "rm"), policy_on(save_base(tmp_path / "base")), tokenizer)
+    begins = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    reward._tokenizer.backend_tokenizer.post_processor = begins
+    reward._tokenizer.chat_template = "<eos>{% for m in messages %}{{ m.content }}{% endfor %}"
+    seen = []
+    reward._model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    reward([[{"role": "user", "content": "The quick"}]], [[{"role": "assistant", "content": " brown"}]], [[1]])
+    reward(["The quick"], [" brown"], [[1]])
+    assert seen[0]["input_ids"].tolist() == seen[1]["input_ids"].tolist()
+    assert seen[0]["input_ids"][0].tolist().count(0) == 1
 
 
 def test_sequence_classifier_object(tmp_path, tokenizer):
