@@ -333,8 +333,9 @@ def test_a_causal_lm_is_no_reward_model(tmp_path, tokenizer):
 def test_too_long_for_the_reward_model(tmp_path, tokenizer):
     # kills: an index error deep inside, or a text cut in silence
     reward = load(save_classifier(tmp_path / "rm"), policy_on(save_base(tmp_path / "base")), tokenizer)
-    with pytest.raises(ValueError, match=r"completion 1 with its prompt has 200 tokens.*takes at most 128"):
-        reward(["a", "b" * 100], ["c", "d" * 100], [[1], [2]])
+    with pytest.raises(ValueError, match=r"completion 1 with its prompt has 129 tokens.*takes at most 128"):
+        reward(["a", "b" * 100], ["c", "d" * 29], [[1], [2]])
+    assert len(reward(["a", "b" * 100], ["c", "d" * 28], [[1], [2]])) == 2
 
 
 # In the trainer

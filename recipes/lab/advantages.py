@@ -6,7 +6,7 @@ fast as the critic learns. lambda 0.95 sends it back through the whole completio
     python recipes/lab/advantages.py
 
 Time:         seven to eight minutes on 2 CPU cores.
-Expect:       0.95 and 1 rise together, 0 behind them; at three times the learning rate 0 falls further behind.
+Expect:       0.95 and 1 rise together, 0 behind them; at three times the learning rate 0 does not learn at all.
 Change first: RUNS.
 """
 
