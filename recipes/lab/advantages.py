@@ -40,6 +40,7 @@ def main() -> None:
         }
         rows.append([f"{gae_lambda:g}", f"{rate:g}", spread(found["mean"]), spread(found["end"])])
         results[name] = found
+    explained.set_ylim(-1, 1)
     save("advantages", picture, rows, results)
 
 
