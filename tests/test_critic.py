@@ -50,6 +50,14 @@ def test_values_are_those_of_the_critics_adapter_alone(family):
     assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_modules_that_the_policy_trains_whole_are_not_copied_for_the_critic():
+    # kills: a second LM head, which the critic never reads
+    model = make_pair(modules_to_save=["lm_head"])
+    names = [name for name, _ in model.named_parameters() if f".{CRITIC}" in name]
+    assert names
+    assert not any("lm_head" in name for name in names)
+
+
 def test_each_loss_reaches_its_own_adapter_only():
     # kills: a shared trunk, flags of requires_grad left as the last pass set them
     model = make_pair()

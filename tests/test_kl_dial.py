@@ -1,6 +1,7 @@
 """The KL dial: a line of models from the reference to the policy."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,19 @@ def test_nothing_is_left_behind():
     assert set(model.pretrained_model.peft_config) == {"default", "reference"}
 
 
+def test_the_policy_is_active_again_beside_other_adapters():
+    # kills: the first adapter that the model happens to hold left active in the policy's place
+    network = get_peft_model(make_model("llama"), make_lora("llama"), adapter_name="other")
+    network.add_adapter("mine", make_lora("llama"))
+    network.set_adapter("mine")
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(network)
+    model.create_reference()
+    with dialed(model, 0.5):
+        pass
+    assert network.active_adapter == "mine"
+    assert {name.split(".")[-2] for name, p in network.named_parameters() if p.requires_grad} == {"mine"}
+
+
 @pytest.mark.parametrize("scale", [-0.1, 1.1, float("nan")])
 def test_beyond_the_ends(scale):
     # kills: extrapolation taken for interpolation
@@ -148,6 +162,8 @@ def test_sweep_and_export(tmp_path, config_factory):
     lines = dial_table(points).splitlines()
     assert len(lines) == 5
     assert lines[-1].startswith(f"| 1.00 | {points[2].score:.3f} +- ")
+    scores = [float(text.count("a")) for text in points[2].completions]
+    assert points[2].score_error == pytest.approx(statistics.stdev(scores) / len(scores) ** 0.5)
     plot_dial(points, tmp_path / "dial.png")
     assert (tmp_path / "dial.png").read_bytes().startswith(b"\x89PNG")
     with dialed(trainer.model, 0.5):

@@ -33,6 +33,14 @@ SCRIPT = Path(__file__).parent / "run_resumable.py"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and their children too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Lost(Exception):
     """The machine is gone."""
 

@@ -688,6 +688,14 @@ def test_numbers_per_token_are_weighted_padded_and_summed():
     assert judged.by_function["lambda"].tolist() == [-1.0, 0.5, 5.0]
 
 
+def test_numbers_per_token_of_several_functions_add_up():
+    # kills: those of the first function only
+    one, two = [[1.0, -2.0], [0.5], [0.0, 1.0, 0.0, 4.0]], [[3.0, 0.0], [7.0], [1.0, 1.0, 1.0, 1.0]]
+    judged = judge([lambda completions: one, lambda completions: two], weights=[2.0, -1.0])
+    assert judged.token_rewards.tolist() == [[-1.0, -4.0, 0, 0], [-6.0, 0, 0, 0], [-1.0, 1.0, -1.0, 7.0]]
+    assert judged.scores.tolist() == [-5.0, -6.0, 6.0]
+
+
 def test_a_function_may_mix_numbers_per_token_with_others_and_none():
     # kills: one kind decided from the first entry, None as zeros in the metric
     judged = judge([lambda completions: [3.0, None, [1, 1, 1, 1]], length])
