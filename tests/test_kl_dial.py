@@ -106,7 +106,7 @@ def test_nothing_is_left_behind():
 
 def test_the_policy_is_active_again_beside_other_adapters():
     # kills: the first adapter that the model happens to hold left active in the policy's place
-    network = get_peft_model(make_model("llama"), make_lora("llama"), adapter_name="other")
+    network = get_peft_model(make_model("llama"), make_lora("llama"), adapter_name="another")
     network.add_adapter("mine", make_lora("llama"))
     network.set_adapter("mine")
     model = AutoModelForCausalLMWithValueHead.from_pretrained(network)
@@ -135,6 +135,10 @@ def test_adapters_that_are_no_sum():
             pass
 
 
+def reward(completions):
+    return [float(text.count("a")) + 0.01 * len(text.encode()) for text in completions]
+
+
 def make_trainer(tmp_path, config_factory, model=None, **settings):
     base = tmp_path / "base"
     if not base.exists():
@@ -143,7 +147,7 @@ def make_trainer(tmp_path, config_factory, model=None, **settings):
     data = [{"prompt": text[:10]} for text in TEXTS]
     args = config_factory(num_iterations=2, learning_rate=5e-2, kl_coef=0.0, **settings)
     lora = make_lora("llama") if model is None else None
-    return PPOTrainer(model or str(base), lambda completions: [float(c.count("a")) for c in completions], args, data,
+    return PPOTrainer(model or str(base), reward, args, data,
                       data, peft_config=lora)  # fmt: skip
 
 
@@ -162,7 +166,8 @@ def test_sweep_and_export(tmp_path, config_factory):
     lines = dial_table(points).splitlines()
     assert len(lines) == 5
     assert lines[-1].startswith(f"| 1.00 | {points[2].score:.3f} +- ")
-    scores = [float(text.count("a")) for text in points[2].completions]
+    scores = reward(points[2].completions)
+    assert statistics.stdev(scores) > 0
     assert points[2].score_error == pytest.approx(statistics.stdev(scores) / len(scores) ** 0.5)
     plot_dial(points, tmp_path / "dial.png")
     assert (tmp_path / "dial.png").read_bytes().startswith(b"\x89PNG")

@@ -478,8 +478,15 @@ def test_going_on_in_another_folder_takes_the_log_along_and_leaves_the_old_one(t
     lose(tmp_path / "old", at=4)
     before = files(tmp_path / "old")
     checkpoint = str(tmp_path / "old" / "checkpoint-3")
-    make(tmp_path / "new").train(resume_from_checkpoint=checkpoint)
+    stopped = make(tmp_path / "new", callbacks=[Kill(5, signal.SIGTERM)])
+    stopped.train(resume_from_checkpoint=checkpoint)
+    own = (tmp_path / "new" / "completions.jsonl").read_bytes()
+    stopped.evaluate()
+    make(tmp_path / "new").train(resume_from_checkpoint=True)
     assert numbers(tmp_path / "new") == numbers(tmp_path / "straight")
+    completions = [(tmp_path / name / "completions.jsonl").read_bytes() for name in ("new", "straight")]
+    assert completions[0].startswith(own)
+    assert completions[1].endswith(completions[0])  # what came before stays in the old folder
     assert files(tmp_path / "old") == before
     assert_refused(make(tmp_path / "straight"), tmp_path, "already holds", checkpoint=checkpoint)
 
