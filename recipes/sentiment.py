@@ -1,9 +1,9 @@
 """Continue film reviews in a friendlier tone, with a learned classifier as reward and a lexicon as its witness.
 
 The reward is the log-odds of "positive" from a bag-of-words classifier, trained on 10,000 IMDb reviews here and now.
-The lexicon score of vaderSentiment stands beside it with weight 0: it steers nothing. While both rise, the text gets
-friendlier. Where the classifier's score goes on rising and the lexicon's does not, the policy has found what the
-classifier likes rather than what it was meant to measure: reward hacking, and --kl_coef 0 shows it.
+The lexicon score of vaderSentiment stands beside it with weight 0: it steers nothing. Where the classifier's score
+goes on rising and the lexicon's does not, the policy has found what the classifier likes rather than what it was meant
+to measure. With --kl_coef 0 even both are talked round: reviews become declarations of love, and KL and entropy say so.
 
 The data are not part of this project, and the licence of their package does not cover the texts: fetch them yourself.
 
@@ -16,7 +16,8 @@ Without a hub:        python recipes/sentiment.py --model_name_or_path packaged:
 Go on after a stop:   the same command with the same --output_dir and --resume_from_checkpoint last
 
 Hardware and time:    packaged:smollm2 on 2 CPU cores and 24 GiB: about half a minute per iteration.
-Expect:               `reward/classifier` rises, and `reward/lexicon` with it.
+Expect:               `eval_reward/classifier` rises by about 0.7, `eval_reward/lexicon` by about 0.1, while
+                      `reference KL` stays below 0.2 nats/token; docs/lab.md has the numbers.
 Change first:         --kl_coef, --num_iterations, --learning_rate.
 """
 
