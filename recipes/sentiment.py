@@ -3,7 +3,7 @@
 The reward is the log-odds of "positive" from a bag-of-words classifier, trained on 10,000 IMDb reviews here and now.
 The lexicon score of vaderSentiment stands beside it with weight 0: it steers nothing. Where the classifier's score
 goes on rising and the lexicon's does not, the policy has found what the classifier likes rather than what it was meant
-to measure. With --kl_coef 0 even both are talked round: reviews become declarations of love, and KL and entropy say so.
+to measure. With --kl_coef 0 even both are talked round: reviews become declarations of love; KL and entropy say so.
 
 The data are not part of this project, and the licence of their package does not cover the texts: fetch them yourself.
 
