@@ -632,7 +632,7 @@ def test_what_is_ignored_stays_ignored_and_a_hang_up_is_a_request():
         with StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not signals.requested()
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with StopSignals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
             assert signals.requested()
