@@ -112,7 +112,8 @@ class TrainingState:
         optimizer.state.clear()
         for key, name, value in self._moments:
             p = parameters[name]
-            optimizer.state[p][key] = value.to(p.device) if value.shape == p.shape else value  # counts stay on the CPU
+            device = p.device if value.shape == p.shape else "cpu"  # counts stay on the CPU
+            optimizer.state[p][key] = value.to(device, copy=True)  # else it keeps the file, which may be deleted, open
         for name in PROGRESS:
             setattr(state, name, getattr(self._state, name))
         if process_index < len(self._rng_states):

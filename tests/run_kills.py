@@ -1,15 +1,16 @@
 """Plain script that test_resume.py starts: a run that is killed again and again, in a process that may be forked.
 
-    python run_kills.py FOLDER KILLS
+    python run_kills.py FOLDER [--kills N] [--iterations N]
 
-Prints, as JSON, the iteration of the newest checkpoint after each kill and at the end.
+Without iterations it ends five after the last kill. Prints, as JSON, the iteration of the newest checkpoint after each
+kill and at the end.
 """
 
+import argparse
 import json
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -36,14 +37,14 @@ def train(folder, iterations):
         os._exit(code)
 
 
-def main(folder, kills):
+def main(folder, kills, iterations):
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # its own is shared with forks, and a killed one may hold it for ever
     draw, moments, latest = random.Random(0), [], -1
     for kill in range(kills + 1):
         child = os.fork()
         if child == 0:
-            train(folder, latest + 5 if kill == kills else 400)
+            train(folder, 400 if kill < kills else iterations or latest + 5)
         if kill < kills:
             time.sleep(draw.uniform(0.3, 1.5))
             os.kill(child, signal.SIGKILL)
@@ -58,4 +59,8 @@ def main(folder, kills):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--iterations", type=int)
+    main(**vars(parser.parse_args()))

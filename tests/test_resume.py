@@ -1,5 +1,6 @@
 """A run that was interrupted goes on to the very numbers of one that was not."""
 
+import gc
 import json
 import os
 import pty
@@ -18,7 +19,6 @@ import pytest
 import torch
 from conftest import TEXTS, make_lora, make_model, make_tokenizer
 from peft import get_peft_model
-from run_kills import SETTINGS
 from run_resumable import Kill, make, noisy_length
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
@@ -34,11 +34,13 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_is_heard():
-    """A shell that starts the tests in the background has them ignore Ctrl-C, and their children too."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_are_heard():
+    """A shell or nohup that starts the tests in the background has them ignore signals, and their children too."""
+    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Lost(Exception):
@@ -62,7 +64,8 @@ def numbers(folder):
 
 def assert_same_run(one, two, iteration=6):
     """Weights, moments, random numbers, logged numbers and completions of two folders, to the last bit."""
-    assert numbers(one) == numbers(two)
+    for row, other in zip(numbers(one), numbers(two), strict=True):
+        assert row == other
     assert (one / "completions.jsonl").read_bytes() == (two / "completions.jsonl").read_bytes()
     a, b = (load_file(folder / f"checkpoint-{iteration}" / "training_state.safetensors") for folder in (one, two))
     assert a.keys() == b.keys()
@@ -162,6 +165,17 @@ def test_own_loop_resumes_exactly(tmp_path, one_thread):
     loop(tmp_path / "broken", 3)
     loop(tmp_path / "broken", 6, resume=True)
     assert_same_run(tmp_path / "straight", tmp_path / "broken")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists the files that a process maps")
+def test_a_resumed_run_holds_no_file_of_its_checkpoint(tmp_path, one_thread):
+    # kills: moments that are views of the file: deleted, it fills the disk on; truncated, it ends the process
+    lose(tmp_path)
+    trainer = make(tmp_path)
+    trainer.load_checkpoint()
+    gc.collect()
+    assert trainer.updater.optimizer.state
+    assert "training_state.safetensors" not in Path("/proc/self/maps").read_text()
 
 
 def test_random_generators_come_back(one_thread):
@@ -744,15 +758,25 @@ def test_two_processes_do_not_write_into_one_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_sixty_kills_at_random_moments(tmp_path, one_thread):
+def test_sixty_kills_at_random_moments(tmp_path):
     # kills: a checkpoint put in place before it is whole, a log that cannot be read after a kill
+    def newest_checkpoints(name, *options):
+        command = [sys.executable, SCRIPT.with_name("run_kills.py"), tmp_path / name, *map(str, options)]
+        done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
     kills = 60
-    command = [sys.executable, SCRIPT.with_name("run_kills.py"), tmp_path / "run", str(kills)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    moments = json.loads(done.stdout.splitlines()[-1])
+    moments = newest_checkpoints("run", "--kills", kills)
     assert len(moments) == kills + 1
     assert moments == sorted(moments)  # nothing that was saved is lost
     assert len(set(moments)) > kills // 3  # the kills did fall into different iterations
-    make(tmp_path / "straight", moments[-1], **SETTINGS).train()
-    assert_same_run(tmp_path / "straight", tmp_path / "run", moments[-1])
+    newest_checkpoints("straight", "--iterations", moments[-1])
+    try:
+        assert_same_run(tmp_path / "straight", tmp_path / "run", moments[-1])
+    except AssertionError as difference:
+        newest_checkpoints("straight again", "--iterations", moments[-1])  # the control
+        if numbers(tmp_path / "straight") != numbers(tmp_path / "straight again"):
+            pytest.skip(f"on this machine two runs that nobody kills differ as well; the killed one: {difference}")
+        print("newest checkpoint after each kill:", moments)
+        raise
