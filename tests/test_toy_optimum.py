@@ -51,7 +51,7 @@ def next_token_probs(model, prefixes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("beta", [0.5, 2.0])
 @pytest.mark.parametrize(("placement", "estimator"), [("reward", "k1"), ("loss", "full"), ("loss", "k2")])
 def test_one_token_converges_to_the_tilted_reference(placement, estimator, beta, tmp_path):
     # kills: kl_coef halved or doubled, KL in the other direction, 1/2 of k2 missing, score scaled

@@ -82,6 +82,7 @@ def test_the_saved_policy_plays_as_it_did_at_the_end(tmp_path, capsys):
     assert (folder / "policy.gif").exists()
 
 
+@pytest.mark.slow
 def test_the_same_seed_twice_gives_the_same_files(tmp_path):
     # kills: anything in a run that depends on more than its settings. Two processes.
     command = [sys.executable, "-m", "cartpole_baseline", *SMALL, "--output-dir"]
