@@ -14,6 +14,7 @@ What one iteration does with the three sizes (here 8 completions, mini-batches o
 """
 
 import math
+import os
 import sys
 import typing
 from dataclasses import dataclass, field, fields
@@ -198,6 +199,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
+        self.output_dir = os.path.expanduser(self.output_dir)
         self._check_ranges()
         self._check_combinations()
 
@@ -253,6 +255,8 @@ class PPOConfig:
                       f"one of {[*SCHEDULES_WITH_WARMUP, 'constant']}")  # fmt: skip
         self._require(["seed"], lambda x: x < 2**32, "below 2**32")
         self._require(["stop_token_ids"], lambda ids: ids and min(ids) >= 0, "a list of ids of at least 0, not empty")
+        if not self.output_dir:
+            raise ValueError("output_dir must not be empty: name a folder, such as 'runs/ppo'.")
         if self.stop is not None and (not self.stop or "" in self.stop):
             raise ValueError(
                 f"stop must hold at least one string, none of them empty, got {self.stop}; or leave it None."

@@ -156,9 +156,10 @@ class PromptDataset:
     def _tokenize_chat(self, index: int, row: dict[str, Any]) -> list[int]:
         tokenizer = self._tokenizer
         if tokenizer.chat_template is None:
+            name = f" of {tokenizer.name_or_path!r}" if tokenizer.name_or_path else ""
             raise ValueError(
-                f"row {index} is a chat, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: set "
-                "tokenizer.chat_template, or give prompts as text."
+                f"row {index} is a chat, but the tokenizer{name} has no chat template: set tokenizer.chat_template, or "
+                "give prompts as text."
             )
         try:
             rendered = apply_chat_template(

@@ -75,7 +75,7 @@ def dialed(model: AutoModelForCausalLMWithValueHead, scale: float) -> Iterator[N
     parts = {policy: scale}
     if has_adapter(network, REFERENCE):
         parts[REFERENCE] = 1 - scale
-    with flags_kept(network):
+    with flags_kept(network), _plain_start(network.peft_config[policy]):
         network.base_model.add_weighted_adapter(list(parts), list(parts.values()), DIAL, combination_type="cat")
         for module in network.modules():
             if isinstance(module, LoraLayer) and DIAL in module.scaling:
@@ -143,6 +143,16 @@ def plot_dial(points: Sequence[DialPoint], path: str | Path) -> None:
     axes.set_ylabel("score")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+
+
+@contextmanager
+def _plain_start(config: LoraConfig) -> Iterator[None]:
+    """Inside the `with` block an adapter with these settings starts without changing the base; PiSSA's would."""
+    chosen, config.init_lora_weights = config.init_lora_weights, True
+    try:
+        yield
+    finally:
+        config.init_lora_weights = chosen
 
 
 def _refuse_nonlinear(model: AutoModelForCausalLMWithValueHead) -> None:

@@ -258,6 +258,14 @@ def test_neighbouring_combinations_are_allowed(settings):
     PPOConfig(**settings)
 
 
+def test_a_folder_at_home_and_none_at_all(monkeypatch):
+    # kills: a folder called "~" in the folder one is in, files of a run strewn into it
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert PPOConfig(output_dir="~/runs/a").output_dir == "/home/someone/runs/a"
+    with pytest.raises(ValueError, match="output_dir must not be empty: name a folder"):
+        PPOConfig(output_dir="")
+
+
 # Types
 
 

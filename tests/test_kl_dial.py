@@ -67,9 +67,14 @@ def deltas(model, adapter):
     }
 
 
-@pytest.mark.parametrize("make", [from_base, from_sft, lambda: from_base("gpt2"), lambda: from_base(use_rslora=True)])
+@pytest.mark.parametrize(
+    "make",
+    [from_base, from_sft, lambda: from_base("gpt2"), lambda: from_base(use_rslora=True),
+     lambda: from_base(init_lora_weights="pissa")],
+)  # fmt: skip
 def test_the_ends_are_reference_and_policy(make):
-    # kills: scale and 1 - scale mixed up, the reference's own adapter forgotten, LoRA's scaling left out or doubled
+    # kills: scale and 1 - scale mixed up, the reference's own adapter forgotten, LoRA's scaling left out or doubled, a
+    # base that is changed because the adapter in between starts as PiSSA does
     model = make()
     policy, reference = logits(model), reference_logits(model)
     assert (policy - reference).abs().max() > 0.1
