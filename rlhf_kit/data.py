@@ -158,8 +158,8 @@ class PromptDataset:
         if tokenizer.chat_template is None:
             name = f" of {tokenizer.name_or_path!r}" if tokenizer.name_or_path else ""
             raise ValueError(
-                f"row {index} is a chat, but the tokenizer{name} has no chat template: set tokenizer.chat_template, or "
-                "give prompts as text."
+                f"row {index} is a chat, but the tokenizer{name} has no chat template: set tokenizer.chat_template, "
+                "or give prompts as text."
             )
         try:
             rendered = apply_chat_template(
