@@ -177,7 +177,7 @@ def _take_out_adapters(model: PreTrainedModel) -> None:
 
 
 def check_peft_config(config: PeftConfig, name: str) -> None:
-    """Raise `ValueError` for adapters that cannot be switched off exactly; `name` is what the message calls them."""
+    """Raise `ValueError` for adapters that cannot be switched off or saved exactly; `name` is for the message."""
     if config.is_prompt_learning:
         raise ValueError(
             f"{name} is {config.peft_type}: prompt learning shifts positions and is not supported. Use LoRA."
@@ -191,6 +191,12 @@ def check_peft_config(config: PeftConfig, name: str) -> None:
         raise ValueError(
             f"{name} is ADALORA, whose ranks change while it is trained, by a schedule that PPO's loop does not "
             "follow. Use LoRA."
+        )
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and start.startswith(("pissa_niter", "corda", "lora_ga")):
+        raise ValueError(
+            f"{name} has init_lora_weights={start!r}, which changes the base by random numbers or data that are not "
+            "saved, so the saved adapter would be loaded onto another base: use 'pissa', 'olora' or True."
         )
     if config.task_type not in (None, TaskType.CAUSAL_LM):
         raise ValueError(

@@ -173,6 +173,7 @@ def test_a_refused_trainer_leaves_the_model_as_it_was(lora, tokenizer, config_fa
         (LoraConfig(target_modules="nope.*"), ValueError, r"target_modules names nope\.\*, but"),
         (LoraConfig(task_type="SEQ_CLS"), ValueError, "task_type='SEQ_CLS', but the policy is a causal LM"),
         (AdaLoraConfig(total_step=10), ValueError, "ADALORA, whose ranks change"),
+        (LoraConfig(init_lora_weights="pissa_niter_4"), ValueError, "'pissa_niter_4', which changes the base"),
         ({"r": 4}, TypeError, "peft_config must be a PeftConfig such as LoraConfig"),
     ],
 )
