@@ -235,4 +235,4 @@ def test_accepted_settings_run(tmp_path, one_thread):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_many_accepted_settings_run(tmp_path, one_thread):
     # kills: the same, rarer combinations
-    run_examples(200, tmp_path)
+    run_examples(120, tmp_path)
