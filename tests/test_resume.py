@@ -711,7 +711,7 @@ def is_running(pid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ctrl-c", "hang up"])
+@pytest.mark.parametrize("way", ["ctrl-c", "terminate", "hang up"])
 def test_accelerate_launch_is_stopped_with_a_checkpoint(way, tmp_path):
     # kills: a run lost because its launcher died of the signal, or because the terminal went with the launcher
     launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "1", "--num_machines", "1",
@@ -726,6 +726,8 @@ def test_accelerate_launch_is_stopped_with_a_checkpoint(way, tmp_path):
     trainer = int(output.rsplit(b"STEP 1 ", 1)[1].split()[0])
     if way == "ctrl-c":
         os.write(terminal, b"\x03")
+    elif way == "terminate":
+        os.kill(launcher, signal.SIGTERM)
     else:
         os.close(terminal)
     os.waitpid(launcher, 0)
