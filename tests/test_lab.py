@@ -1,13 +1,12 @@
 """The tiny language of the experiments, and that every experiment runs."""
 
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh import run_fresh
 
 LAB = Path(__file__).parents[1] / "recipes" / "lab"
 EXPERIMENTS = sorted(path.stem for path in LAB.glob("*.py") if path.stem != "tiny_language")
@@ -53,12 +52,11 @@ def test_rewards_by_hand():
 def place(tmp_path_factory):
     """A folder with a model that has hardly learned anything, which is enough to run on."""
     place = tmp_path_factory.mktemp("lab")
-    code = f"import sys; sys.path.insert(0, {str(LAB)!r}); import tiny_language as t; t.STEPS = 3; t.story_model()"
-    subprocess.run([sys.executable, "-c", code], cwd=place, env=ENV, check=True, capture_output=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setattr(tiny_language, "STEPS", 3)
+        tiny_language.story_model()
     return place
-
-
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.mark.slow
@@ -66,10 +64,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 def test_every_experiment_runs(name, place):
     # kills: a setting that no longer exists, a metric that was renamed
     seeds = "2" if name == "baseline" else "1"
-    done = subprocess.run(
-        [sys.executable, LAB / f"{name}.py", "--seeds", seeds, "--iterations", "2"],
-        cwd=place, env=ENV, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_fresh(LAB / f"{name}.py", "--seeds", seeds, "--iterations", "2", cwd=place)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("\n|") >= 2
     assert (place / f"runs/lab/{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -2,18 +2,16 @@
 
 import io
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 from conftest import make_model, make_tokenizer
+from fresh import run_fresh
 
-ROOT = Path(__file__).parents[1]
+PIPELINE = Path(__file__).parents[1] / "recipes" / "pipeline.py"
 GOOD, BAD = ["lovely", "great", "warm"], ["dull", "bad", "cold"]
 SMALL = [
     "--sft_examples", "24", "--reward_pairs", "64", "--test_pairs", "32", "--test_prompts", "8",
@@ -54,12 +52,8 @@ def folder(tmp_path_factory):
 
 
 def run(folder, *arguments, out="run"):
-    command = [sys.executable, "recipes/pipeline.py", "--model_name_or_path", str(folder / "base"), *SMALL]
-    return subprocess.run(
-        [*command, "--output_dir", str(folder / out), *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"},
-    )  # fmt: skip
+    base = ["--model_name_or_path", folder / "base", "--output_dir", folder / out, *SMALL]
+    return run_fresh(PIPELINE, *base, *arguments, env={"ACCELERATE_USE_CPU": "true"}, timeout=600)
 
 
 def test_three_stages_run_and_go_on_where_they_stopped(folder):

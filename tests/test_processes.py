@@ -1,6 +1,7 @@
 """One process, two, and two with a sharded base give the same training; failures end all of them."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from conftest import make_lora, make_model, make_tokenizer
+from fresh import run_together
 from run_resumable import make
 from safetensors.torch import load_file
 from test_reward_models import save_base, save_reward_adapter
@@ -29,18 +31,22 @@ FSDP = {**CPU, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
 
 
-def start(folder, mode, launcher=(), env=CPU):
-    folder.mkdir(parents=True, exist_ok=True)
+def start(folder, mode, launcher):
     return subprocess.run(
         [sys.executable, *launcher, str(SCRIPT), str(folder), mode],
-        env={**ENV, **env}, capture_output=True, text=True, timeout=300, check=False,
+        env={**ENV, **CPU}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
 def run(folder, mode, processes=1, env=CPU):
-    """What each process saved."""
-    done = start(folder, mode, TORCHRUN if processes > 1 else (), env)
-    assert done.returncode == 0, done.stderr[-3000:]
+    """What each process saved. Each has in its environment what torchrun would put there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    places = [{**world, "RANK": str(i), "LOCAL_RANK": str(i)} if processes > 1 else {} for i in range(processes)]
+    folder.mkdir(parents=True, exist_ok=True)
+    for done in run_together(places, SCRIPT, folder, mode, env=env):
+        assert done.returncode == 0, done.stderr[-3000:]
     saved = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(processes)]
     assert [part["world"] for part in saved] == [processes] * processes
     return saved

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TEXTS, make_lora, make_model, make_tokenizer
+from fresh import run_fresh
 from peft import get_peft_model
 from run_resumable import Kill, make, noisy_length
 from safetensors.torch import load_file, save_file
@@ -672,28 +673,21 @@ def test_a_launcher_that_is_gone_is_a_request_only_where_it_should_have_waited(m
 # New processes
 
 
-def start(folder, *arguments):
-    command = [sys.executable, SCRIPT, folder, *arguments]
-    return subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "straight"
-    with start(folder) as process:
-        assert process.wait(120) == 0, process.stderr.read()
-    return folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_three_iterations_and_three_in_a_new_process(number, straight, tmp_path):
-    # kills: state that lives in the process only
-    with start(tmp_path / "broken", "--kill-after", "4", "--signal", str(int(number))) as broken:
-        assert broken.wait(120) == (-number if number == signal.SIGKILL else 0), broken.stderr.read()
-    with start(tmp_path / "broken", "--resume") as resumed:
-        assert resumed.wait(120) == 0, resumed.stderr.read()
-    assert_same_run(straight, tmp_path / "broken")
+def test_iterations_in_one_process_and_the_rest_in_others(tmp_path):
+    # kills: state that lives in the process only; a stop that is not a clean end
+    straight = run_fresh(SCRIPT, tmp_path / "straight")
+    assert straight.returncode == 0, straight.stderr
+    killed = run_fresh(SCRIPT, tmp_path / "broken", "--kill-after", "3")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    for after, number in (("4", signal.SIGTERM), ("5", signal.SIGINT)):
+        stop = ["--resume", "--kill-after", after, "--signal", int(number)]
+        stopped = run_fresh(SCRIPT, tmp_path / "broken", *stop)
+        assert stopped.returncode == 0, stopped.stderr
+        assert f"Stopped after {after} of 6" in stopped.stdout
+    resumed = subprocess.run([sys.executable, SCRIPT, tmp_path / "broken", "--resume"], env=ENV, check=False)
+    assert resumed.returncode == 0
+    assert_same_run(tmp_path / "straight", tmp_path / "broken")
 
 
 def wait_for(condition, seconds=120):
@@ -734,8 +728,8 @@ def test_accelerate_launch_is_stopped_with_a_checkpoint(way, tmp_path):
     wait_for(lambda: not is_running(trainer))
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     assert not (tmp_path / "run" / "adapter_config.json").exists()  # it ended there, rather than training on
-    with start(tmp_path / "run", "--resume") as resumed:
-        assert resumed.wait(120) == 0, resumed.stderr.read()
+    resumed = run_fresh(SCRIPT, tmp_path / "run", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
 
 
 @pytest.mark.slow
