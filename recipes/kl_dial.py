@@ -36,7 +36,9 @@ class RecipeArguments:
     scales: list[float] = field(
         default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0], metadata={"help": "Where to look, 0 to 1."}
     )
-    export: float | None = field(default=None, metadata={"help": "Scale to save as a plain model, merged."})
+    export: float | None = field(
+        default=None, metadata={"help": "Scale to look at too, and to save as a plain model, merged."}
+    )
 
 
 DEFAULTS = {"output_dir": "runs/dial", "rollout_batch_size": 16, "mini_batch_size": 16, "max_completion_length": 24}
@@ -60,7 +62,8 @@ def main() -> None:
     )
 
     # Sweep.
-    points = sweep_dial(trainer, recipe.scales)
+    exported = [] if recipe.export is None else [recipe.export]
+    points = sweep_dial(trainer, sorted({*recipe.scales, *exported}))
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     plot_dial(points, folder / "dial.png")

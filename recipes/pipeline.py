@@ -102,6 +102,18 @@ class Data:
     train_prompts: list[dict[str, Any]]
     test_prompts: list[dict[str, Any]]
 
+    def check(self) -> None:
+        """Print how much there is. Too little would only show hours from now.
+
+        Raises:
+            SystemExit: a part has too few rows.
+        """
+        counts = {name.replace("_", " "): len(rows) for name, rows in vars(self).items()}
+        print("Data:", ", ".join(f"{count:,} {name}" for name, count in counts.items()), flush=True)
+        short = [name for name, count in counts.items() if count < 2]
+        if short:
+            raise SystemExit(f"too few {', '.join(short)}: two of each at least; a fifth of all data is held out.")
+
 
 def is_held_out(text: str) -> bool:
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) % 5 == 0
@@ -148,6 +160,11 @@ def from_snippets(recipe: PipelineArguments) -> Data:
 def from_preferences(recipe: PipelineArguments) -> Data:
     name = str(recipe.preferences)
     rows = load_dataset("json", data_files=name) if Path(name).exists() else load_dataset(name)
+    missing = {"chosen", "rejected"} - set(rows["train"].column_names)
+    if missing:
+        raise SystemExit(
+            f"{name} has no column {' and no '.join(sorted(missing))}, only {', '.join(rows['train'].column_names)}."
+        )
     pairs = [dict(row) if "prompt" in row else extract_prompt(row) for row in rows["train"].shuffle(seed=0)]
     train = [pair for pair in pairs if not is_held_out(json.dumps(pair["prompt"]))]
     test = [pair for pair in pairs if is_held_out(json.dumps(pair["prompt"]))]
@@ -183,9 +200,16 @@ def stage(name: str, recipe: PipelineArguments, folder: Path, run: Callable[[], 
     result = run() | {"seconds": time.perf_counter() - start}
     gc.collect()  # the base goes before the next stage loads its own
     if PartialState().is_main_process:
-        record.write_text(json.dumps({"settings": settings, "result": result}, indent=1) + "\n")
+        write_whole(record, {"settings": settings, "result": result})
     PartialState().wait_for_everyone()
     return result
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON under another name first: a kill leaves the file whole or absent."""
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    draft.replace(path)
 
 
 def common(recipe: PipelineArguments, folder: Path, learning_rate: float) -> dict[str, Any]:
@@ -314,6 +338,7 @@ def results(trainer: PPOTrainer, stages: dict[str, dict[str, float]]) -> dict[st
 def table(r: dict[str, Any], pairs: int, prompts: int) -> str:
     size = {role: f"{count / MIB:,.1f} MiB" for role, count in r["bytes"].items()}
     one = sum(r["bytes"].values())
+    minutes = ", ".join(f"{s / 60:.1f}" for s in r["seconds"].values())
     rows = [
         (f"reward model right on {pairs} held-out pairs", f"{r['accuracy']:.3f}"),
         (f"score of SFT on {prompts} held-out prompts", "{:.2f} +- {:.2f}".format(*r["sft_score"])),
@@ -330,7 +355,7 @@ def table(r: dict[str, Any], pairs: int, prompts: int) -> str:
         ("weights: all four on one base", f"{one / MIB:,.0f} MiB"),
         ("weights: four separate models", f"{4 * r['bytes']['base'] / MIB:,.0f} MiB"),
         ("all tensors alive, Adam's included", f"{r['live_bytes'] / MIB:,.0f} MiB"),
-        ("minutes: SFT, reward model, PPO", ", ".join(f"{s / 60:.1f}" for s in r["seconds"].values())),
+        ("minutes: SFT, reward model, PPO", minutes + " since it went on" * r["ppo_resumed"]),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 
@@ -341,11 +366,19 @@ def main() -> None:
     recipe, args = parser.parse_args_and_config()
     if (recipe.snippets is None) == (recipe.preferences is None):
         raise SystemExit("pass one of --snippets and --preferences: see the head of this file.")
+    for name, value in vars(recipe).items():
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            raise SystemExit(f"{name} must be above 0, got {value}.")
+    if args.log_completions == 0:
+        raise SystemExit("log_completions=0 leaves nothing to compare SFT and PPO by: set it to 1 or more.")
+    if recipe.snippets and not Path(recipe.snippets).is_file():
+        raise SystemExit(f"{recipe.snippets} is not there: the head of this file has the command that fetches it.")
     root = Path(args.output_dir)
     args.output_dir = str(root / "ppo")
     if recipe.snippets:
         args.text_prompt_length = args.text_prompt_length or 4
     data = from_snippets(recipe) if recipe.snippets else from_preferences(recipe)
+    data.check()
 
     sft, reward = root / "sft", root / "reward"
     stages = {
@@ -353,12 +386,12 @@ def main() -> None:
         "reward": stage("reward", recipe, reward, lambda: train_reward_model(recipe, data, reward)),
     }
     print("Stage ppo: starts.", flush=True)
-    start = time.perf_counter()
+    start, resumed = time.perf_counter(), any(Path(args.output_dir).glob("checkpoint-*"))
     trainer = train_ppo(args, data, sft, reward)
     stages["ppo"] = {"seconds": time.perf_counter() - start}
     if trainer.accelerator.is_main_process:
-        found = results(trainer, stages)
-        (root / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n")
+        found = results(trainer, stages) | {"ppo_resumed": resumed}
+        write_whole(root / "pipeline.json", found)
         print(table(found, len(data.test_pairs), len(data.test_prompts)))
 
 

@@ -115,12 +115,20 @@ class Lexicon:
         return [self._analyzer.polarity_scores(text)["compound"] for text in texts]
 
 
+def check_packages() -> None:
+    """What is missing is said with the command that fetches it, before minutes are spent."""
+    for module, package in (("sklearn", "scikit-learn>=1.6"), ("vaderSentiment", "vaderSentiment>=3.3.2")):
+        if importlib.util.find_spec(module) is None:
+            raise SystemExit(f'{module} is missing: pip install "{package}"')
+
+
 def main() -> None:
     parser = TrlParser((RecipeArguments, PPOConfig), allow_abbrev=False)  # a mistyped flag is an error
     parser.set_defaults(**DEFAULTS)
     recipe, args = parser.parse_args_and_config()
 
     # Build.
+    check_packages()
     reviews = sorted(imdb_reviews(), key=lambda review: hashlib.sha256(review[0].encode()).hexdigest())
     train = [review for review in reviews if not is_held_out(review[0])]
     test = [review for review in reviews if is_held_out(review[0])]

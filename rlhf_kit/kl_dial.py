@@ -67,8 +67,7 @@ def dialed(model: AutoModelForCausalLMWithValueHead, scale: float) -> Iterator[N
     Raises:
         ValueError: a scale outside [0, 1], no adapters, or adapters that are not a sum on top of the base.
     """
-    if not 0 <= scale <= 1:
-        raise ValueError(f"scale must be between 0 (the reference) and 1 (the policy), got {scale}.")
+    _check_scale(scale)
     _refuse_nonlinear(model)
     network = model.pretrained_model
     policy = network.active_adapter
@@ -99,7 +98,14 @@ def sweep_dial(trainer: Any, scales: Sequence[float] = SCALES, eval_dataset: Any
 
     Returns:
         One point per scale.
+
+    Raises:
+        ValueError: no scale, or one that `dialed` refuses, before any is tried.
     """
+    if not scales:
+        raise ValueError(f"scales is empty: name some between 0 and 1, such as {list(SCALES)}.")
+    for scale in scales:
+        _check_scale(scale)
     points = []
     for scale in scales:
         with dialed(trainer.model, scale):
@@ -153,6 +159,11 @@ def _plain_start(config: LoraConfig) -> Iterator[None]:
         yield
     finally:
         config.init_lora_weights = chosen
+
+
+def _check_scale(scale: float) -> None:
+    if not 0 <= scale <= 1:
+        raise ValueError(f"scale must be between 0 (the reference) and 1 (the policy), got {scale}.")
 
 
 def _refuse_nonlinear(model: AutoModelForCausalLMWithValueHead) -> None:

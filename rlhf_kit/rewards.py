@@ -13,19 +13,17 @@ applicable". Numbers per token stay at their tokens; the score of such a complet
 """
 
 import asyncio
-import copy
 import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_kit.reward_arguments import function_name, named_parameters, own_copies, required_parameters, unique_names
 from rlhf_kit.reward_output import Samples, checked_output, refuse_huge, refuse_silence
 
 RewardFunc = Callable[..., Any]
@@ -126,8 +124,8 @@ class RewardFunctions:
         if not all(map(math.isfinite, weights)):
             raise ValueError(f"reward_weights must be finite, got {weights}.")
         self._weights = torch.tensor(weights, dtype=torch.float32)
-        self.names = _unique([_name(func) for func in self._funcs])
-        self._parameters = [_named_parameters(func) for func in self._funcs]
+        self.names = unique_names([function_name(func) for func in self._funcs])
+        self._parameters = [named_parameters(func) for func in self._funcs]
         # What passes through the model comes first: no process may miss such a pass because a function failed in it.
         self._order = sorted(range(len(self._funcs)), key=lambda i: not hasattr(self._funcs[i], "fingerprint"))
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -195,7 +193,7 @@ class RewardFunctions:
         for i in self._order:
             name, logging = self.names[i], notes.functions(self.names[i])
             try:
-                outputs[i] = self._funcs[i](**_own_copies(given | logging, self._parameters[i]))
+                outputs[i] = self._funcs[i](**own_copies(given | logging, self._parameters[i]))
             except Exception as error:
                 _close(outputs)
                 chat = "" if isinstance(given["completions"][0], str) else CHAT_HINT
@@ -229,7 +227,7 @@ class RewardFunctions:
             raise ValueError(f"dataset columns {clash} have the names of reward function arguments: rename them.")
         known = {*column_names, *ALWAYS_GIVEN}
         for name, func in zip(self.names, self._funcs, strict=True):
-            missing = [p for p in _required_parameters(func) if p not in known]
+            missing = [p for p in required_parameters(func) if p not in known]
             if missing:
                 raise ValueError(
                     f"reward function {name!r} needs {missing}, but the dataset's columns are {sorted(column_names)}."
@@ -254,60 +252,3 @@ def _close(outputs: list[Any]) -> None:
     for output in outputs:
         if inspect.iscoroutine(output):
             output.close()
-
-
-def _name(func: RewardFunc) -> str:
-    while isinstance(func, partial):
-        func = func.func
-    name = getattr(func, "__name__", type(func).__name__)
-    return "lambda" if name == "<lambda>" else name
-
-
-def _unique(names: list[str]) -> list[str]:
-    """Names that occur several times get a number: f, g, f -> f_0, g, f_1."""
-    taken = {name for name in names if names.count(name) == 1}
-    unique = []
-    for name in names:
-        if name not in taken:
-            name = next(numbered for i in count() if (numbered := f"{name}_{i}") not in taken)
-            taken.add(name)
-        unique.append(name)
-    return unique
-
-
-def _signature(func: RewardFunc) -> inspect.Signature | None:
-    try:
-        return inspect.signature(func)
-    except (TypeError, ValueError):  # some builtins have none
-        return None
-
-
-def _named_parameters(func: RewardFunc) -> set[str] | None:
-    """Arguments to pass by name; None = all there are."""
-    signature = _signature(func)
-    parameters = list(signature.parameters.values()) if signature else []
-    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    by_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if not by_keyword:
-        by_position += [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
-    if by_position:
-        raise ValueError(
-            f"reward function {_name(func)!r} takes {by_position} by position, but arguments are passed by name: "
-            "declare e.g. (completions, **kwargs)."
-        )
-    return None if by_keyword or signature is None else set(signature.parameters)
-
-
-def _own_copies(given: dict[str, Any], parameters: set[str] | None) -> dict[str, Any]:
-    """The arguments of one function, as lists of its own: what it does to them reaches nobody else."""
-    own = {name: value for name, value in given.items() if parameters is None or name in parameters}
-    return {name: copy.deepcopy(value) if isinstance(value, list) else value for name, value in own.items()}
-
-
-def _required_parameters(func: RewardFunc) -> list[str]:
-    signature = _signature(func)
-    return [
-        p.name
-        for p in (signature.parameters.values() if signature else ())
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]

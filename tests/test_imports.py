@@ -30,6 +30,7 @@ ROWS = [
         "processes",
         "quantized",
         "reference",
+        "reward_arguments",
         "reward_models",
         "reward_output",
         "rewards",

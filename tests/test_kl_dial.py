@@ -129,6 +129,18 @@ def test_beyond_the_ends(scale):
         pass
 
 
+@pytest.mark.parametrize(("scales", "message"), [([], "scales is empty"), ([0.5, 2], "got 2"), ([0.5, -1], "got -1")])
+def test_a_sweep_that_would_fail_does_not_begin(scales, message, config_factory):
+    # kills: minutes of sampling before the error
+    def never(completions):
+        pytest.fail("the sweep began")
+
+    prompts = [{"prompt": TEXTS[0]}]
+    trainer = PPOTrainer(from_base(), never, config_factory(), None, prompts, processing_class=make_tokenizer())
+    with pytest.raises(ValueError, match=message):
+        sweep_dial(trainer, scales)
+
+
 def test_adapters_that_are_no_sum():
     # kills: a dial that silently leaves out a part of what was trained
     whole = AutoModelForCausalLMWithValueHead.from_pretrained(make_model("llama"))

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -68,6 +69,8 @@ def test_three_stages_run_and_go_on_where_they_stopped(folder):
     assert found["live_bytes"] < 1.7 * found["bytes"]["base"]
     assert f"| reward model right on 32 held-out pairs | {found['accuracy']:.3f} |" in first.stdout
     assert "SFT on 8 held-out prompts" in first.stdout
+    assert "24 demonstrations, 64 train pairs, 32 test pairs, " in first.stdout
+    assert "since it went on" not in first.stdout
     before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*.safetensors")}
 
     again = run(folder, *data, "--num_iterations", "3")
@@ -75,6 +78,7 @@ def test_three_stages_run_and_go_on_where_they_stopped(folder):
     assert "Stage sft: done already" in again.stdout
     assert "Stage reward: done already" in again.stdout
     assert "2 of 3 iterations done" in again.stdout
+    assert "since it went on |" in again.stdout
     now = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*.safetensors")}
     assert all(now[path] == time for path, time in before.items() if "/ppo/" not in str(path))
 
@@ -97,9 +101,28 @@ def test_preferences_of_your_own(folder):
     assert json.loads((folder / "own/pipeline.json").read_text())["accuracy"] > 0.6
 
 
-@pytest.mark.parametrize("arguments", [(), ("--snippets", "a", "--preferences", "b")])
-def test_one_source_of_data_is_needed(folder, arguments):
-    # kills: a traceback, or one of two silently ignored
-    done = run(folder, *arguments, out="none")
-    assert done.returncode != 0
-    assert "pass one of --snippets and --preferences" in done.stderr
+WRONG = {
+    "no source": ((), "pass one of --snippets and --preferences"),
+    "two sources": (("--snippets", "a", "--preferences", "b"), "pass one of --snippets and --preferences"),
+    "no file": (("--snippets", "nowhere.tar.gz"), "nowhere.tar.gz is not there"),
+    "no completions": (("--snippets", "{}/snippets.tar.gz", "--log_completions", "0"), "log_completions=0"),
+    "no pairs": (("--snippets", "a", "--reward_pairs", "-1"), "reward_pairs must be above 0, got -1"),
+    "no rate": (("--snippets", "a", "--sft_learning_rate", "nan"), "sft_learning_rate must be above 0, got nan"),
+    "one prompt": (("--snippets", "{}/snippets.tar.gz", "--test_prompts", "1"), "too few test prompts"),
+    "few rows": (("--preferences", "{}/few.json"), "too few .*test pairs"),
+    "a column": (("--preferences", "{}/columns.json"), "has no column rejected, only prompt, chosen"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_would_fail_late_is_said_first(wrong, folder):
+    # kills: a traceback, one of two sources silently ignored, an error after the first two stages
+    pairs = json.loads((folder / "pairs.json").read_text())
+    (folder / "few.json").write_text(json.dumps(pairs[:1]))
+    (folder / "columns.json").write_text(json.dumps([{k: p[k] for k in ("prompt", "chosen")} for p in pairs]))
+    arguments, message = WRONG[wrong]
+    done = run(folder, *(part.format(folder) for part in arguments), out="none")
+    assert done.returncode == 1
+    assert re.search(message, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert not (folder / "none").exists()
