@@ -193,10 +193,10 @@ def check_peft_config(config: PeftConfig, name: str) -> None:
             "follow. Use LoRA."
         )
     start = getattr(config, "init_lora_weights", None)
-    if isinstance(start, str) and start.startswith(("pissa_niter", "corda", "lora_ga")):
+    if isinstance(start, str) and start.startswith(("pissa_niter", "corda", "lora_ga", "loftq")):
         raise ValueError(
-            f"{name} has init_lora_weights={start!r}, which changes the base by random numbers or data that are not "
-            "saved, so the saved adapter would be loaded onto another base: use 'pissa', 'olora' or True."
+            f"{name} has init_lora_weights={start!r}, which changes the base in a way that an adapter folder does "
+            "not hold, so the saved adapter would be loaded onto another base: use 'pissa', 'olora' or True."
         )
     if config.task_type not in (None, TaskType.CAUSAL_LM):
         raise ValueError(
