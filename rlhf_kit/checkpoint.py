@@ -50,6 +50,7 @@ def writing(folder: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `folder` exists and is no checkpoint.
+        Exception: whatever the block raises, with a note that names the folder.
     """
     if folder.exists() and not (folder / MANIFEST).is_file():
         raise FileExistsError(f"{folder} exists and is not a checkpoint of rlhf_kit: move it away.")
@@ -61,6 +62,9 @@ def writing(folder: Path) -> Iterator[Path]:
         _write_manifest(draft)
         _sync(draft)
         _put_in_place(draft, folder)
+    except Exception as error:
+        error.add_note(f"while writing {folder}; checkpoints written before are as they were, to be resumed from.")
+        raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
