@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -49,8 +50,9 @@ def run_together(environments, script, *arguments, cwd=None, env=None, timeout=3
         try:
             for process in processes:
                 process.start()
+            end = time.monotonic() + timeout
             for process in processes:
-                process.join(timeout)
+                process.join(max(0, end - time.monotonic()))
                 if process.exitcode is None:
                     raise subprocess.TimeoutExpired(command, timeout)
         finally:
